@@ -64,7 +64,7 @@ int main(int count, char** arguments) {
           double kept = 0, held = 0;
           for (index_t h = 0; h < layers * kv_heads; ++h)
             kept += std::max(window, budget.share_of(h / kv_heads, h % kv_heads, prompt));
-          for (const index_t one : plan.after) held += double(one) * page * heads;
+          for (const index_t one : plan.final_pages) held += double(one) * page * heads;
           const int at = among == clustering::none    ? 0
                          : among == clustering::layer ? 1
                          : among == clustering::model ? 2

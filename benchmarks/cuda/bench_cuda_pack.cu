@@ -51,9 +51,9 @@ prepared pack(index_t tokens, index_t run) {
     bf16* k = pool + elements * 2 * set;
     bf16* to = keep->to.data() + target * 2 * set;
     cuda::pack_problem<view_type, view_type> problem;
-    problem.from = view_of(k, k + elements, 1, tokens);
+    problem.source = view_of(k, k + elements, 1, tokens);
     problem.chosen = {keep->indices.data(), keep->counts.data(), nullptr, tokens};
-    problem.to = InPlace ? problem.from : view_of(to, to + target, 1, room);
+    problem.target = InPlace ? problem.source : view_of(to, to + target, 1, room);
     op.run(problem, keep->workspace.data(), stream());
   });
   return made;

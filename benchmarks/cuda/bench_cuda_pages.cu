@@ -23,7 +23,7 @@ prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wa
   recipe.set_budget(tokens);
   const stage_plan plan = recipe.plan(context);
   const scorer_type scorer = recipe.retrieve.planned(plan, head_dim).scorer;
-  const read_plan reading = read_plan::of(scorer, plan.read);
+  const read_plan reading = read_plan::fitted_to(scorer, plan.read);
   const index_t stored = plan.capacity - recipe.retain.budget.max_new / 2;  // half way through the answer
   const index_t pages = (ceil_div(stored, scorer.page) + 15) / 16 * 16, rows = sequences * kv_heads;
   const std::size_t elements = std::size_t(rows) * std::size_t(stored) * head_dim;

@@ -21,6 +21,7 @@ import new_method
 import mirrors
 import policy_rows
 import sizes
+import words
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks" / "plots"), str(ROOT / "docs" / "tools")]
@@ -321,6 +322,33 @@ class Checks(unittest.TestCase):
         turn = {"include/tessera/backend/cpu/cache/a.hpp": "namespace cpu {\nclass a {\n};\n}\n",
                 "include/tessera/backend/cuda/cache/a.cuh": "namespace cuda {\nclass b {\n};\n}\n", mirrors.PAGE: ""}
         self.assert_fails(mirrors.main, turn, "cache/a: a header of both backends, and no name of it is in both")
+
+    def test_names_say_what_the_thing_is(self):
+        header = "include/tessera/math/a.hpp"
+        for text in [
+            "// struct place {};\n/* int take(); */\nconst char* words = \"int kept;\";\n#define most 1\n",
+            "inline int f(int at, int from) {\n  int own = at, most_rows = from;\n  return own + most_rows;\n}\n",
+            "template <int most, class T = list<int, 2>>\nT f(const T& given);\n",
+            "struct cursor {\n  cursor() : base(1), before{2} {}\n  using base::at;\n  int taken = base::one, placed[2] = {one, one};\n};\n",
+            "template <class T>\nconcept cursor = requires(T t) {\n  t.at(1);\n  T::one;\n};\n",
+            "enum class kind : unsigned char { newest = seen(1), mostly };\n",
+        ]:
+            self.assert_passes(words.main, {header: text})
+        for text, line, name in [
+            ("struct place {};\n", 1, "place"),
+            ("namespace a {\nenum class kind { newest, own };\n}\n", 2, "own"),
+            ("template <class T>\nusing lists = T;\n", 2, "lists"),
+            ("template <class T>\nconcept kept = true;\n", 2, "kept"),
+            ("template <class T = list<int>>\n  requires(sizeof(T) > 1)\nTESSERA_HD constexpr T of(const T& a) {\n  return a;\n}\n", 3, "of"),
+            ("struct row {\n  row() : at_(1) {}\n  int first, at_;\n};\n", 3, "at_"),
+            ("struct row {\n  int f() const { return 1; }\n  [[nodiscard]] int* take() const noexcept { return 0; }\n};\n", 3, "take"),
+            ("struct row {\n  std::array<int, 2> here{};\n};\n", 2, "here"),
+            ("struct row {\n  void (*put)(int) = nullptr;\n};\n", 2, "put"),
+            ("struct row {\n  struct {\n    int a;\n    int to;\n  } ends;\n};\n", 4, "to"),
+            ("inline void f() {\n  struct part {\n    int held;\n  };\n}\n", 3, "held"),
+            ("inline constexpr int most_rows = 8;\n", 1, "most_rows"),
+        ]:
+            self.assert_fails(words.main, {header: text}, f"a.hpp:{line}: {name} says nothing of the thing; use ")
 
     def test_forbidden_text_is_found(self):
         self.assert_passes(forbidden_text.main, {"a.md": "frame/" + "work/ and ${root}/" + "work/ are fine\n"})

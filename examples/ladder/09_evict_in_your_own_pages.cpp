@@ -56,7 +56,7 @@ index_t evict(const memory<float>& e, block_tables& tables, const Policy& policy
   give_back.view = e.view(0);
   give_back.layers = layers;  // they share the tables: a page is empty when it is so in all of them
   give_back.layer_stride = rows;
-  give_back.held = tables.held.data();  // pages of each sequence, before and after
+  give_back.page_counts = tables.held.data();  // pages of each sequence, before and after
   give_back.freed = freed.data();
   give_back.freed_stride = max_blocks;
   give_back.freed_count = freed_count.data();

@@ -49,14 +49,14 @@ struct eviction {
   }
 };
 
-/// When all layers have evicted: pages that nobody needs, with `room` tokens to come, are listed on the device.
-void free_pages(const device_engine& e, index_t room, cudaStream_t stream) {
+/// Lists on the device the pages that nobody needs, once all layers have evicted. `spare_tokens`: tokens to come.
+void free_pages(const device_engine& e, index_t spare_tokens, cudaStream_t stream) {
   free_pages_problem<view_type> p;
   p.view = e.pools().view(0);
   p.layers = layers;  // they share the tables: a page is empty when it is so in all of them
   p.layer_stride = rows;
-  p.room = room;
-  p.held = e.held.data();  // pages of each sequence, before and after
+  p.spare_tokens = spare_tokens;
+  p.page_counts = e.held.data();  // pages of each sequence, before and after
   p.freed = e.freed.data();
   p.freed_stride = max_blocks;
   p.freed_count = e.freed_count.data();

@@ -24,7 +24,7 @@ std::optional<index_t> method_options::parsed_budget(const method_info& chosen) 
     if (!budget.empty()) note("--budget has no effect: the profile says what each head of " + chosen.name + " keeps");
     return std::nullopt;
   }
-  if (!budget.empty()) return index_t(parse_count("--budget", budget, chosen.budgets.least, chosen.budgets.most));
+  if (!budget.empty()) return index_t(parse_count("--budget", budget, chosen.budgets.least, chosen.budgets.largest));
   tessera::fail("--budget", "missing", chosen.budgets.text() + " tokens per KV head",
                 "add --budget N for " + chosen.name);
 }

@@ -1,4 +1,4 @@
-// A recipe's policies as the budget has fitted them to one conversation.
+// A recipe's policies, fitted to one conversation by its budget.
 #pragma once
 
 #include <utility>
@@ -7,7 +7,7 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// A recipe's placement, told which heads are expected to keep how much.
+/// A recipe's placement, with the expected shares of heads.
 template <class Recipe>
 auto placement_of(const Recipe& recipe) {
   auto result = recipe.placement;
@@ -18,8 +18,8 @@ auto placement_of(const Recipe& recipe) {
   return result;
 }
 
-/// Whether a prompt's layers are packed one by one, as it leaves them: nobody looks at all of them, or at rows as they
-/// were, when it ends.
+/// Whether the layers of a prompt are packed one by one as the prompt ends in them: nothing needs all layers, or
+/// original rows, at its end.
 template <class Recipe>
 bool packs_by_layer(const Recipe& recipe) {
   constexpr bool packs = requires { requires Recipe::layout_type::rows_type::packs; };
@@ -27,8 +27,8 @@ bool packs_by_layer(const Recipe& recipe) {
   return !Recipe::retrieve_type::retrieves || recipe.retrieve.mean_block() > 0;
 }
 
-/// Made when a conversation's first prompt ends, and before it for a prompt of none: whoever runs a policy takes it
-/// from here and asks no budget again.
+/// Policies of a conversation, made when its first prompt ends, and before that for a prompt of 0 tokens. All parts of
+/// a cache use these instead of the recipe's.
 template <class Recipe>
 struct planned {
   using retain_type = typename Recipe::retain_type;

@@ -29,12 +29,12 @@ struct recipe {
   Attention attention{};
   Schedule schedule{};
   static constexpr value_range<index_t> layer_counts{0, 1 << 16};
-  index_t dense_layers = 0;  ///< so many of the first layers keep and read everything
+  index_t dense_layers = 0;  ///< how many first layers keep and read everything
   Layout layout{};
   Prefill prefill{};
   typename Layout::placement_type placement{};
 
-  /// What the budget may be; nothing counts tokens where everything is retained and read.
+  /// The budgets that the recipe allows; none where everything is retained and read.
   static constexpr value_range<index_t> budgets = Retain::chooses ? Retain::budgets : Retrieve::budgets;
 
   /// The token budget per kv_head: of the first stage (or of both) if there is one, else of one step's reads.
@@ -47,7 +47,7 @@ struct recipe {
     }
   }
 
-  /// Throws tessera::error when parameters make no sense, alone or together.
+  /// Throws tessera::error for parameters that are wrong, alone or together.
   void check() const {
     retain.check();
     retrieve.check(Retain::plans, Retain::plans ? Retrieve::attended_of(budget()) : retrieve.attends(),
@@ -59,26 +59,26 @@ struct recipe {
     if constexpr (has_parameters<decltype(placement)>) check_parameters(placement);
   }
 
-  /// What the budget comes to in a conversation whose first prompt has `prompt` tokens.
-  /// Errors   a plan that leaves no room for the first stage's window: tessera::error.
+  /// The plan of a conversation whose first prompt has `prompt` tokens.
+  /// Errors   the first stage's window does not fit the plan: tessera::error.
   stage_plan plan(index_t prompt) const {
     const stage_plan first = retain.plan(prompt);
     return Retain::plans ? first : retrieve.plan(first, prompt);
   }
 
-  /// The same, for bounds over prompts of all lengths: no error where one leaves no room.
+  /// The same without that error, for upper bounds over prompts of all lengths.
   stage_plan plan_unchecked(index_t prompt) const {
     const stage_plan first = retain.plan_unchecked(prompt);
     return Retain::plans ? first : retrieve.plan(first, prompt);
   }
 
-  /// Whether a prompt must come with the boundaries of its segments, and whether steps must too.
+  /// Whether prompts, and whether steps, need the boundaries of their segments.
   static constexpr bool needs_segments = Retain::needs_segments || Retrieve::needs_segments;
   static constexpr bool needs_step_segments = Retrieve::needs_segments;
   static constexpr bool needs_rope = Retain::needs_rope;
 
-  /// How many of the last queries of a prompt chunk of `tokens` tokens the first stage's scorer, or the layout, has to
-  /// see.
+  /// How many of the last queries of a prompt chunk of `tokens` tokens the first stage's scorer, or the layout,
+  /// observes.
   index_t queries_needed(index_t tokens) const {
     return (std::max)(retain.queries_needed(tokens), (std::min)(tokens, Layout::window));
   }
@@ -89,7 +89,7 @@ struct recipe {
   }
 
   /// Calls `visit(name, reference, allowed, about)` for every run-time parameter of every policy; a name that
-  /// two policies share comes twice and means both.
+  /// two policies share comes twice, and sets both.
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
     Retain::parameters(self.retain, visit);

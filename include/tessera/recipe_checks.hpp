@@ -1,4 +1,4 @@
-// Which stages, attention and schedule make sense together: one sentence for each that does not.
+// Which stages, attention and schedule fit together: one sentence for each combination that does not.
 #pragma once
 
 #include "concepts/attention.hpp"
@@ -22,7 +22,7 @@ inline constexpr bool rows_fit_on_devices = !requires {
 }
 || (!Retain::chooses && !line_pattern<Prefill> && (!Retrieve::retrieves || reads_block_means<Retrieve>));
 
-/// Whether these policies make sense together; what does not is said in a sentence.
+/// Whether these policies fit together. A sentence says what does not.
 template <class Retain, class Layout, class Retrieve, class Attention, class Schedule, class Prefill>
 constexpr bool check_recipe() {
   static_assert(check_layout<Layout>() && check_attention<Attention>() && check_schedule<Schedule>() &&

@@ -1,5 +1,5 @@
-// The two stages of a recipe. First: what stays stored, or what a turn may read. Second: what one decode step reads. A
-// stage that does nothing is a type with the same members, so that nobody asks whether there is one.
+// The two stages of a recipe. First: which tokens stay stored, or which ones a turn may read. Second: which ones a
+// decode step reads. A stage that does nothing is a type with the same members.
 #pragma once
 
 #include <algorithm>
@@ -68,7 +68,8 @@ struct planned_budget<Budget> {
 
 }  // namespace detail
 
-/// What `retain` and `filter` share: a scorer ranks, a budget counts, a selector chooses; a scope says for whom.
+/// The common part of `retain` and `filter`: a scorer ranks, a budget counts, a selector chooses, for the heads of a
+/// scope.
 template <class Scorer, class Budget, class Selector, class Scope = per_head>
 struct choosing_stage {
   static_assert(detail::check_first_stage<Scorer, Budget, Selector, Scope>());
@@ -79,21 +80,21 @@ struct choosing_stage {
   static constexpr bool chooses = true;
   static constexpr bool host_only =
       !runs_on_devices<Scorer, Budget, typename detail::planned_budget<Budget>::type, Selector, Scope>;
-  /// Whether a prompt must come with the boundaries of its segments, and stored tokens keep which one they belong to.
+  /// Whether a prompt needs the boundaries of its segments, and stored tokens a column of segments.
   static constexpr bool needs_segments = segment_scorer<Scorer> || segment_selector<Selector>;
-  /// Whether the budget gives shares of what is new.
+  /// Whether the budget gives shares of a turn's new tokens.
   static constexpr bool shares = share_budget<typename detail::planned_budget<Budget>::type>;
-  /// Whether layers may keep what another one has chosen.
+  /// Whether layers may reuse the choice of another one.
   static constexpr bool reuses = reusing_scope<Scope>;
-  /// Whether one threshold runs over all layers.
+  /// Whether one threshold holds for all layers.
   static constexpr bool over_model = model_scope<Scope>;
   /// Whether an engine must pass a prompt through the model once more before it ends.
   static constexpr bool rereads = Scorer::observed == observes::rereading;
   /// Whether the query heads of a group may choose apart.
   static constexpr bool splits = splitting_scope<Scope>;
-  /// What the scorer has to see.
+  /// What the scorer observes.
   static constexpr observes observed = Scorer::observed;
-  /// Whether it sees the queries of decode steps too, as the newest of its window.
+  /// Whether its window includes queries of decode steps.
   static constexpr bool follows = following_scorer<Scorer>;
   /// Whether the scorer turns queries back: the model must say its rope_frequencies.
   static constexpr bool needs_rope = statistical_scorer<Scorer>;
@@ -114,7 +115,7 @@ struct choosing_stage {
 
   void check() const {
     budget.check();
-    // What a plan leaves for this stage, or a share comes to, is known once the prompt is.
+    // The tokens of this stage by a plan, or by a share, are known once the prompt is.
     bool counted = !plans;
     if constexpr (share_budget<Budget>) counted = !budget.knows_shares();
     scorer.check(counted ? budget.tokens : (std::numeric_limits<index_t>::max)());
@@ -122,7 +123,7 @@ struct choosing_stage {
     if constexpr (requires { scope.check(); }) scope.check();
   }
 
-  /// What the budget comes to in a conversation whose first prompt has `prompt` tokens.
+  /// The plan of a conversation whose first prompt has `prompt` tokens.
   stage_plan plan(index_t prompt) const {
     const stage_plan result = plan_unchecked(prompt);
     if constexpr (plans)
@@ -136,14 +137,14 @@ struct choosing_stage {
     return result;
   }
 
-  /// Throws tessera::error where a policy is one for a model of other counts.
+  /// Throws tessera::error where a policy is for a model of other counts.
   void check_model(index_t layers, index_t kv_heads) const {
     const auto fitted = planned({});
     if constexpr (requires { fitted.budget.check_model(layers, kv_heads); })
       fitted.budget.check_model(layers, kv_heads);
   }
 
-  /// How many of the last queries of a prompt chunk of `tokens` tokens the scorer has to see.
+  /// How many of the last queries of a prompt chunk of `tokens` tokens the scorer observes.
   index_t queries_needed(index_t tokens) const {
     if constexpr (observed == observes::every_query && joins_rows_by<Scorer> == row_join::newest &&
                   !sampling_scorer<Scorer>)
@@ -154,7 +155,7 @@ struct choosing_stage {
   }
   static std::string observer() { return std::string(" (") + Scorer::name + " observes them)"; }
 
-  /// The stage with a budget of one stage, as `plan` has it.
+  /// The stage with the budget that `plan` gives it.
   auto planned(const stage_plan& plan) const {
     const auto with = [&](const auto& one) {
       return choosing_stage<Scorer, std::remove_cvref_t<decltype(one)>, Selector, Scope>{scorer, one, selector, scope};
@@ -189,11 +190,11 @@ struct choosing_stage {
   }
 };
 
-/// What stays in memory: when the schedule says so, everything that is not chosen is dropped.
+/// Chooses the tokens that stay in memory. At the moments of the schedule all others are dropped.
 template <class Scorer, class Budget, class Selector, class Scope = per_head>
 struct retain : choosing_stage<Scorer, Budget, Selector, Scope> {
   static constexpr bool drops = true;
-  /// Whether what was chosen in a turn, and before it, stays when more of a prompt comes.
+  /// Whether tokens that were chosen stay when more of a prompt comes.
   static constexpr bool settles = choosing_stage<Scorer, Budget, Selector, Scope>::shares;
   template <class Visit>
   static void policies(Visit&& visit) {
@@ -201,8 +202,8 @@ struct retain : choosing_stage<Scorer, Budget, Selector, Scope> {
   }
 };
 
-/// What the steps of one turn may read: chosen as `retain` chooses, but everything stays stored, and the next turn
-/// chooses anew from all of it. Tokens that are decoded in the turn join what was let through.
+/// Chooses the candidates that the steps of one turn may read. Everything stays stored, and the next turn chooses among
+/// all of it. Tokens that are decoded in the turn are candidates too.
 template <class Scorer, class Budget, class Selector, class Scope = per_head>
 struct filter : choosing_stage<Scorer, Budget, Selector, Scope> {
   static constexpr bool drops = false, settles = false;
@@ -233,8 +234,8 @@ struct retain_all {
   static void policies(Visit&&) {}
 };
 
-/// How many lists of slots the query heads of a group read by: one for all of them or, where they choose apart, one
-/// each.
+/// How many sets of candidates the query heads of a group have: one for all of them or, where they choose apart, one
+/// for each.
 template <class Stage>
 index_t reading_members([[maybe_unused]] const Stage& first, [[maybe_unused]] index_t group) {
   if constexpr (Stage::splits) {
@@ -243,7 +244,8 @@ index_t reading_members([[maybe_unused]] const Stage& first, [[maybe_unused]] in
   return 1;
 }
 
-/// What one decode step reads: a scorer ranks what is stored by the step's queries, a selector chooses `tokens` of it.
+/// Chooses the tokens that one decode step reads: a scorer ranks stored tokens by the step's queries, a selector
+/// chooses `tokens` of them.
 template <class Scorer, class Selector>
 struct retrieve {
   static_assert(check_scorer<Scorer>() && check_selector<Selector>());
@@ -257,20 +259,20 @@ struct retrieve {
   using selector_type = Selector;
   static constexpr bool retrieves = true;
   static constexpr bool host_only = !runs_on_devices<Scorer, Selector>;
-  /// Whether steps must come with the boundaries of their segments, as prompts then must.
+  /// Whether steps, and then prompts too, need the boundaries of their segments.
   static constexpr bool needs_segments = segment_mean_scorer<Scorer>;
-  /// Whether `tokens` pay for an estimate of the keys, in pages, too: then a step attends half of them.
+  /// Whether `tokens` also pay for an estimate of the keys, in pages: then a step attends half of them.
   static constexpr bool estimates = paged_scorer<Scorer>;
   static constexpr value_range<index_t> budgets = estimates ? estimating_budgets : token_budgets;
-  static constexpr value_range<index_t> answers{0, most_tokens};
+  static constexpr value_range<index_t> answers{0, max_tokens};
 
   Scorer scorer{};
   Selector selector{};
   index_t tokens = 1024;  ///< per kv_head and step
   index_t max_new = 128;  ///< tokens that a turn decodes, for the length that an estimate is planned for
 
-  /// Errors   as `check_tokens`, and a scorer that does not fit what a step attends.
-  /// `planned`: the first stage's budget says how many, once the prompt is there.
+  /// Errors   as `check_tokens`, and a scorer that does not fit the tokens that a step attends.
+  /// `planned`: their number follows from the first stage's budget, once the prompt is known.
   void check(bool planned, index_t attended, const char* budget_name, int k_dim) const {
     if (!planned) check_tokens(budget_name);
     scorer.check(attended);
@@ -286,7 +288,7 @@ struct retrieve {
     return 0;
   }
 
-  /// Adds to a first stage's plan what a step reads of a head that holds what that stage keeps.
+  /// Adds to a first stage's plan the tokens that a step reads of a head that stores what that stage keeps.
   stage_plan plan(stage_plan first, index_t prompt) const {
     const index_t held = (std::min)(prompt, first.retained);
     first.capacity = index_t((std::min<offset_t>)(offset_t(held) + max_new, (std::numeric_limits<index_t>::max)()));
@@ -298,7 +300,7 @@ struct retrieve {
   /// Of a budget that both stages share, too.
   static index_t attended_of(index_t budget) { return estimates ? budget / 2 : budget; }
 
-  /// The policies as `plan` has them: page and channels set, whole pages of the scorer's size.
+  /// The policies of a plan: page and channels set, whole pages of the scorer's size.
   retrieve planned(const stage_plan& plan, int k_dim) const {
     retrieve result = *this;
     if constexpr (estimates) result.scorer = scorer.fitted(plan.ratio, k_dim);

@@ -47,7 +47,7 @@ TEST_CASE("calibrated follows its definition over random shapes") {
     budget.check();
     budget.check_model(layers, heads);
     const index_t layer = random.between(0, layers - 1), head = random.between(0, heads - 1);
-    const index_t seen = random.pick({0, 1, 31, 32, 33, random.between(0, 5'000), random.between(0, most_tokens)});
+    const index_t seen = random.pick({0, 1, 31, 32, 33, random.between(0, 5'000), random.between(0, max_tokens)});
     const index_t dropped = random.between(0, seen), earlier = random.between(0, 1'000);
     const std::int64_t part = parts[std::size_t(layer * heads + head)];
     const index_t expected = index_t((part * seen + 63) / 64);
@@ -61,7 +61,7 @@ TEST_CASE("calibrated follows its definition over random shapes") {
 TEST_CASE("calibrated without a table keeps exactly its tokens of the first prompt, and the same share of later ones") {
   rng random(1202);
   for (index_t i = 0; i < support::scaled(4'000); ++i) {
-    const index_t prompt = random.between(1, 300'000), tokens = random.between(1, most_tokens);
+    const index_t prompt = random.between(1, 300'000), tokens = random.between(1, max_tokens);
     const calibrated budget = calibrated{.tokens = tokens}.fitted(prompt);
     REQUIRE(budget.share_of(0, 0, prompt) == std::min(tokens, prompt));
     const index_t seen = random.between(0, prompt), kept = budget.share_of(0, 0, seen);

@@ -88,7 +88,7 @@ TEST_CASE("what was fitted streams the same heads, and promises no more than it 
         all += own;
         most = std::max(most, own);
       }
-      const token_bound bound = fitted.most({layer, layers, kv_heads, 0, longest});
+      const token_bound bound = fitted.upper_bound({layer, layers, kv_heads, 0, longest});
       REQUIRE(bound.total == all);
       REQUIRE(bound.longest == most);
       REQUIRE(fitted.fits({layer, layers, kv_heads, 0, longest}) == !any);

@@ -24,7 +24,7 @@ index_t count(const pyramid& policy, index_t layer, index_t layers, index_t tail
 TEST_CASE("pyramid gives the golden values of its reference code for 32 layers") {
   const pyramid small{.tokens = 128};
   const auto a = small.plan(32, 120, 7992);
-  CHECK((a.least == 6 && a.most == 234 && a.step == 7));
+  CHECK((a.least == 6 && a.largest == 234 && a.step == 7));
   CHECK(count(small, 0, 32, 8, 8000) == 8 + 234);
   CHECK(count(small, 31, 32, 8, 8000) == 8 + 17);
   std::vector<index_t> outside;
@@ -33,11 +33,11 @@ TEST_CASE("pyramid gives the golden values of its reference code for 32 layers")
 
   const pyramid large{.tokens = 2048};
   const auto b = large.plan(32, 2040, 7992);
-  CHECK((b.least == 102 && b.most == 3978 && b.step == 125));
+  CHECK((b.least == 102 && b.largest == 3978 && b.step == 125));
   CHECK(count(large, 31, 32, 8, 8000) == 8 + 103);
 
   const auto c = large.plan(32, 2040, 2992);
-  CHECK((c.least == 1088 && c.most == 2992 && c.step == 61));
+  CHECK((c.least == 1088 && c.largest == 2992 && c.step == 61));
 }
 
 TEST_CASE("pyramid falls back to the same count in every layer for short prompts and for one layer") {

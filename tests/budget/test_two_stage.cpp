@@ -60,10 +60,10 @@ TEST_CASE("the plan has the published code's roundings, row by row") {
 }
 
 TEST_CASE("the split is the formula's, or what is given") {
-  CHECK(split_factor{}.of(1) == 0.2);
-  CHECK(split_factor{}.of(64) == Approx(0.56));
-  CHECK(split_factor{}.of(1 << 20) == 0.8);
-  CHECK(split_factor(0.3).of(64) == 0.3);
+  CHECK(split_factor{}.exponent(1) == 0.2);
+  CHECK(split_factor{}.exponent(64) == Approx(0.56));
+  CHECK(split_factor{}.exponent(1 << 20) == 0.8);
+  CHECK(split_factor(0.3).exponent(64) == 0.3);
   // All compression in the second stage: everything is kept. All in the first: a step reads what is kept.
   const stage_plan second = budget_of(64, 100, split_factor(0)).plan(3900);
   CHECK(second.capacity == 4000);

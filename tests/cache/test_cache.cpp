@@ -256,7 +256,7 @@ TEST_CASE("the position behind a sequence's last token is below 2^31") {
   CHECK_THROWS_WITH(known.check_rereading({0, id}, 0, 9, data.queries(0, 2), data.keys(0, 2), data.values(0, 2),
                                           nhd_rows(out.data(), 2, q_heads, 64)),
                     refused);
-  known.end_prompt(id, known.at(id).policies);
+  known.end_prompt(id, known.sequence(id).policies);
   CHECK_NOTHROW(known.plan_step(recipe, {id}, 1, 8));
   CHECK_THROWS_WITH(known.plan_step(recipe, {id}, 2, 8), refused);
 }

@@ -109,7 +109,7 @@ TEST_CASE("attention over ragged pages has the bits of attention over runs, and 
       for (index_t turn = random.between(1, 3); turn > 0; --turn) {
         const index_t prompt = random.between(1, 80);
         const page_plan plan = kv.plan_pages(id, prompt);
-        if (next == 0) REQUIRE(kv.upper_bound_pages(prompt) == plan.most);
+        if (next == 0) REQUIRE(kv.upper_bound_pages(prompt) == plan.peak);
         if (random.chance(0.5)) kv.announce(id, prompt);
         index_t most = total(kv.pages(id));
         for (index_t done = 0; done < prompt; done += chunk) {
@@ -120,11 +120,11 @@ TEST_CASE("attention over ragged pages has the bits of attention over runs, and 
           }
           of.prefill(other, id, next + done, count);
         }
-        REQUIRE(most == plan.most);
+        REQUIRE(most == plan.peak);
         next += prompt;
         kv.end_prefill(id);
         other.end_prefill(id);
-        REQUIRE(kv.pages(id) == plan.after);
+        REQUIRE(kv.pages(id) == plan.final_pages);
         for (index_t count : {1, 3}) {
           for (index_t layer = 0; layer < shape.layers; ++layer) {
             for (index_t h = 0; h < kv_heads; ++h) REQUIRE(kv.positions(layer, id, h) == other.positions(layer, id, h));
@@ -149,11 +149,11 @@ TEST_CASE("layers that slide are promised pages for their windows, and a prompt 
     recipe.placement.page = 4;
     recipe.placement.cluster = random.pick({clustering::layer, clustering::none});
     const index_t prompt = random.between(500, 700), chunk = recipe.schedule.chunk;
-    recipe.placement.most_pages = cache<over_pages>(shape, recipe, one_thread()).upper_bound_pages(prompt);
-    CAPTURE(i, shape.window, prompt, chunk, recipe.placement.most_pages);
+    recipe.placement.max_pages = cache<over_pages>(shape, recipe, one_thread()).upper_bound_pages(prompt);
+    CAPTURE(i, shape.window, prompt, chunk, recipe.placement.max_pages);
     // A layer that slides holds its window, what it may have left behind, and two chunks; the other one a quarter and a chunk.
     const index_t sliding = shape.window + std::max(16, shape.window / 64) + 2 * chunk;
-    CHECK(recipe.placement.most_pages <= 5 * ceil_div(sliding, 4) + ceil_div(prompt / 4 + chunk + 5, 4));
+    CHECK(recipe.placement.max_pages <= 5 * ceil_div(sliding, 4) + ceil_div(prompt / 4 + chunk + 5, 4));
     const text of(random, shape, 700);
     cache<over_pages> kv(shape, recipe, one_thread());
     const index_t id = kv.open(), pieces = random.pick({1, 2, 3});
@@ -163,10 +163,11 @@ TEST_CASE("layers that slide are promised pages for their windows, and a prompt 
       const index_t end = std::min(prompt, (done / chunk + 1) * chunk);
       more = std::min(ceil_div(chunk, pieces), end - done);
       of.prefill(kv, id, done, more);
-      REQUIRE(total(kv.pages(id)) <= plan.most);
+      REQUIRE(total(kv.pages(id)) <= plan.peak);
     }
     kv.end_prefill(id);
-    for (std::size_t group = 0; group < plan.after.size(); ++group) REQUIRE(kv.pages(id)[group] <= plan.after[group]);
+    for (std::size_t group = 0; group < plan.final_pages.size(); ++group)
+      REQUIRE(kv.pages(id)[group] <= plan.final_pages[group]);
   }
 }
 
@@ -212,7 +213,7 @@ TEST_CASE("a pool that is too small refuses a prompt or a step before anything h
   const index_t prompt = 96;
   {
     cache<over_pages> unbounded(shape, recipe, one_thread());
-    recipe.placement.most_pages = 2 * unbounded.upper_bound_pages(prompt) - 1;
+    recipe.placement.max_pages = 2 * unbounded.upper_bound_pages(prompt) - 1;
   }
   cache<over_pages> kv(shape, recipe, one_thread());
   const index_t first = kv.open(), second = kv.open();

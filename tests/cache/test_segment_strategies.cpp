@@ -156,8 +156,8 @@ TEST_CASE(
       }
     }
     const segment_strategy best = search.best(0.1f, 0.5f, 32);
-    CHECK(made.format.k.kept == index_t(best.channels * float(dim)));
-    CHECK(made.format.v.kept == made.format.k.kept);
+    CHECK(made.format.k.stored_channels == index_t(best.channels * float(dim)));
+    CHECK(made.format.v.stored_channels == made.format.k.stored_channels);
     CHECK(made.format.k.group == best.group);
     CHECK(made.format.block == best.block);
     // What is stored is nearer to what was given than before.
@@ -195,14 +195,14 @@ TEST_CASE(
   while (worker->held.empty()) now.step();
   worker->publish();
   now.step();
-  CHECK(now.report().kept == 1);
+  CHECK(now.report().unchanged == 1);
   CHECK(now.report().searched == 0);
   CHECK_THAT(now.report().problem, contains("stopped"));
 
   conversation<> other(searching());
   other.held.searcher()->stop();
   for (int i = 0; i < 1200; ++i) other.step();
-  CHECK(other.report().kept >= 2);
+  CHECK(other.report().unchanged >= 2);
   CHECK_THAT(other.report().problem, contains("stopped"));
   const auto view = other.held.view(1, other.id);
   for (const auto& segment : *view.segments) {
@@ -226,7 +226,7 @@ TEST_CASE("a search that never ends costs no more than the rows that it searches
     most = std::max(most, now.held.bytes(now.id) - fixed.held.bytes(fixed.id));
   }
   CHECK(worker->held.size() == 1);
-  CHECK(now.report().kept >= 3);
+  CHECK(now.report().unchanged >= 3);
   CHECK(most > layers * kv_heads * offset_t(2 * dim * 4) * 400);
   CHECK(most <= layers * kv_heads * offset_t(2 * dim * 4) * (2 * 512 + 64));
   worker->publish();
@@ -287,7 +287,7 @@ TEST_CASE("segments end at their length, whatever is asked of the least one, and
   alone.held.search_on(std::make_shared<no_thread>());
   for (int i = 0; i < 700; ++i) alone.step();
   CHECK(longest_of(alone) <= 128 + 32);
-  CHECK(alone.report().kept >= 4);
+  CHECK(alone.report().unchanged >= 4);
   CHECK_FALSE(alone.report().problem.empty());
 
   recipe.layout.rows.strategy.least_segment = 1024;

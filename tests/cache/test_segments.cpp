@@ -124,7 +124,7 @@ TEST_CASE("segments are those of the whole text after evictions, steps and turns
         done += chunk;
       }
       for (index_t t = 0; t < prompt; ++t) {
-        segments.push_back(cursor.take(of.flags[std::size_t(next + t)] == 1));
+        segments.push_back(cursor.advance(of.flags[std::size_t(next + t)] == 1));
         for (auto& layer : stored) layer.push_back(next + t);
       }
       next += prompt;
@@ -165,7 +165,7 @@ TEST_CASE("segments are those of the whole text after evictions, steps and turns
       }
       for (index_t s = 0; s < steps; ++s, ++next) {
         step(kv, id, of, next);
-        segments.push_back(cursor.take(false));
+        segments.push_back(cursor.advance(false));
         for (auto& layer : stored) layer.push_back(next);
       }
     }

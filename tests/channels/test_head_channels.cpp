@@ -30,11 +30,11 @@ TEST_CASE("a channel counts by the product of what queries and keys hold in it")
 }
 
 TEST_CASE("as many channels go as the published code drops: int(0.4 * dim)") {
-  CHECK(head_channels{}.kept(64) == 64 - 25);
-  CHECK(head_channels{}.kept(80) == 80 - 32);
-  CHECK(head_channels{}.kept(96) == 96 - 38);
-  CHECK(head_channels{}.kept(128) == 128 - 51);
-  CHECK(head_channels{}.kept(256) == 256 - 102);
-  CHECK(head_channels{1.0f}.kept(128) == 128);
-  CHECK(head_channels{0.0f}.kept(128) == 0);
+  CHECK(head_channels{}.stored_channels(64) == 64 - 25);
+  CHECK(head_channels{}.stored_channels(80) == 80 - 32);
+  CHECK(head_channels{}.stored_channels(96) == 96 - 38);
+  CHECK(head_channels{}.stored_channels(128) == 128 - 51);
+  CHECK(head_channels{}.stored_channels(256) == 256 - 102);
+  CHECK(head_channels{1.0f}.stored_channels(128) == 128);
+  CHECK(head_channels{0.0f}.stored_channels(128) == 0);
 }

@@ -72,7 +72,7 @@ TEST_CASE("groups are the best of a stable sort in double") {
 }
 
 TEST_CASE("a share of the head dim is rounded to whole elements") {
-  const auto kept = [](float channels, int dim) { return top_groups{channels, 1}.kept(dim); };
+  const auto kept = [](float channels, int dim) { return top_groups{channels, 1}.stored_channels(dim); };
   for (const int dim : {64, 96, 128, 256}) {
     CHECK(kept(0.25f, dim) == dim / 4);
     CHECK(kept(0.125f, dim) == dim / 8);

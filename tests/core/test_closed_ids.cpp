@@ -24,11 +24,11 @@ TEST_CASE("the lowest closed id is opened first, in a copy too") {
       open.erase(at);
     } else if (expected.empty()) {
       open.push_back(made++);
-      closed.make_room(std::size_t(made));
+      closed.reserve(std::size_t(made));
     } else {
       REQUIRE(closed.lowest() == *expected.begin());
       open.push_back(closed.lowest());
-      closed.take_lowest();
+      closed.pop_lowest();
       expected.erase(expected.begin());
     }
   }

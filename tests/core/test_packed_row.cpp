@@ -58,7 +58,7 @@ TEST_CASE("unpacking gives what was kept, rounded as its element is, and 0 for t
     for (index_t g = 0; g < groups; ++g) {
       if (random.chance(0.4)) {
         set_bit(bits.data(), g);
-        format.kept += format.group;
+        format.stored_channels += format.group;
       }
     }
     const auto row = support::normals(random, std::size_t(format.channels), 3),

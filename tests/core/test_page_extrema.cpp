@@ -25,13 +25,14 @@ TEST_CASE("an extremum takes in what is finite, and nothing else") {
 
 TEST_CASE("a row of extrema is [2, channels, room], wherever it begins") {
   std::vector<float> memory(1000);
-  const page_extrema_view<float, 64> even{.data = memory.data(), .page = 4, .room = 3};
+  const page_extrema_view<float, 64> even{.data = memory.data(), .page = 4, .capacity = 3};
   CHECK(even.lower(0, 5) == memory.data() + 5 * 3);
   CHECK(even.upper(0, 5) == memory.data() + (64 + 5) * 3);
   CHECK(even.lower(1, 0) == memory.data() + 2 * 64 * 3);
   const offset_t begins[] = {0, 256};
   const index_t rooms[] = {2, 5};
-  const page_extrema_view<float, 64> ragged_rows{.data = memory.data(), .page = 4, .begins = begins, .rooms = rooms};
+  const page_extrema_view<float, 64> ragged_rows{
+      .data = memory.data(), .page = 4, .begins = begins, .capacities = rooms};
   CHECK(ragged_rows.lower(1, 7) == memory.data() + 256 + 7 * 5);
   CHECK(ragged_rows.upper(1, 7) == memory.data() + 256 + (64 + 7) * 5);
 }

@@ -11,14 +11,14 @@ using namespace tessera;
 
 TEST_CASE("a segment ends after a flag, and after 256 tokens without one") {
   segment_cursor text;
-  CHECK(text.take(false) == 0);
-  CHECK(text.take(true) == 0);
-  CHECK(text.take(true) == 1);
-  for (index_t t = 0; t < 256; ++t) REQUIRE(text.take(false) == 2);
-  CHECK(text.take(false) == 3);
-  for (index_t t = 1; t < 255; ++t) REQUIRE(text.take(false) == 3);
-  CHECK(text.take(true) == 3);  // the 256th with a flag ends one segment, not two
-  CHECK(text.take(false) == 4);
+  CHECK(text.advance(false) == 0);
+  CHECK(text.advance(true) == 0);
+  CHECK(text.advance(true) == 1);
+  for (index_t t = 0; t < 256; ++t) REQUIRE(text.advance(false) == 2);
+  CHECK(text.advance(false) == 3);
+  for (index_t t = 1; t < 255; ++t) REQUIRE(text.advance(false) == 3);
+  CHECK(text.advance(true) == 3);  // the 256th with a flag ends one segment, not two
+  CHECK(text.advance(false) == 4);
 }
 
 TEST_CASE("chunks number a text as one piece does") {
@@ -40,9 +40,9 @@ TEST_CASE("chunks number a text as one piece does") {
       const index_t chunk = random.between(1, tokens - first);
       segment_cursor inside = text;
       for (index_t t = first; t < first + chunk; ++t) {
-        REQUIRE(inside.take(flags[std::size_t(t)] != 0) == expected[std::size_t(t)]);
+        REQUIRE(inside.advance(flags[std::size_t(t)] != 0) == expected[std::size_t(t)]);
       }
-      text.take(flags.data() + first, chunk);
+      text.advance(flags.data() + first, chunk);
       first += chunk;
     }
   }

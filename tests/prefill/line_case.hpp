@@ -132,9 +132,9 @@ inline tessera::line_set greedy_lines(const sampled_rows& seen, double alpha, in
 
 /// Attention of random rows of a random chunk: peaked, flat or tied logits, with sinks, a diagonal band, columns and stripes
 /// that stand out; over a whole history or over what an eviction left of it.
-inline sampled_rows random_sampled_rows(rng& random, index_t most_tokens) {
+inline sampled_rows random_sampled_rows(rng& random, index_t max_tokens) {
   sampled_rows seen;
-  seen.next = random.chance(0.2) ? random.between(1, 70) : random.between(1, most_tokens);
+  seen.next = random.chance(0.2) ? random.between(1, 70) : random.between(1, max_tokens);
   const index_t fresh = random.chance(0.3) ? seen.next : random.chance(0.1) ? 1 : random.between(1, seen.next);
   seen.first = seen.next - fresh;
   const double keeps = random.chance(0.6) ? 1 : random.uniform();

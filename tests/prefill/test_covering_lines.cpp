@@ -213,8 +213,8 @@ TEST_CASE("rows are sampled evenly, the newest among them") {
     REQUIRE((least >= 1 && most - least <= 1));
   }
   host_vector<index_t> far;  // positions whose products with the rows do not fit into 32 bits
-  covering_lines{}.sample(0, most_tokens, far);
-  CHECK((ascends(far) && far.back() == most_tokens - 1));
+  covering_lines{}.sample(0, max_tokens, far);
+  CHECK((ascends(far) && far.back() == max_tokens - 1));
 }
 
 TEST_CASE("random rows ascend, are as many as asked for, and are the same for whoever asks") {

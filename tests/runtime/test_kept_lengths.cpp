@@ -29,7 +29,7 @@ struct followed_layer {
     const index_t heads = index_t(held.size()), tail = std::min(by.retain.scorer.window, waiting);
     const index_t longest = *std::max_element(held.begin(), held.end());
     const layer_extent extent{layer, layers, heads, tail, longest};
-    const kept_bound kept = kept_by_lengths(fitted.first.budget, extent, held, before, reach.seen(), heads);
+    const kept_bound kept = kept_by_lengths(fitted.first.budget, extent, held, before, reach.prompt_tokens(), heads);
     index_t most = 0;
     offset_t total = 0;
     for (const index_t own : kept.by_head) most = std::max(most, own), total += own;
@@ -86,11 +86,11 @@ TEST_CASE("the host counts what every head keeps, chunk by chunk and turn by tur
         const auto k = nhd_rows(rows.data(), count, kv_heads, dim);
         for (index_t layer = 0; layer < layers; ++layer) {
           followed_layer& here = followed[std::size_t(layer)];
-          const auto& state = known.at({layer, 0});
+          const auto& state = known.progress({layer, 0});
           if (state.turn_tokens == 0) here.before = {here.held, here.held};
           if (known.chunk_is_due(recipe, {layer, 0}, count)) {
             if (roles.follows_recipe(layer))
-              here.judge(recipe, known.at(0).policies, known.reach({layer, 0}), layer, layers,
+              here.judge(recipe, known.sequence(0).policies, known.reach({layer, 0}), layer, layers,
                          state.turn_tokens - state.judged);
             const index_t reconsidered = known.reconsidered_tokens({layer, 0});
             known.ended_chunk({layer, 0}, reconsidered);
@@ -106,7 +106,7 @@ TEST_CASE("the host counts what every head keeps, chunk by chunk and turn by tur
       const planned<method> fitted = known.plan_prompt_end(recipe, 0);
       kv.end_prefill(0);
       for (index_t layer = 0; layer < layers; ++layer) {
-        const auto& state = known.at({layer, 0});
+        const auto& state = known.progress({layer, 0});
         if (roles.follows_recipe(layer))
           followed[std::size_t(layer)].judge(recipe, fitted, known.reach({layer, 0}), layer, layers,
                                              state.turn_tokens - state.judged);

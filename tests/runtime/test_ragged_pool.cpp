@@ -57,7 +57,7 @@ TEST_CASE(
         const bool fits =
             bound == 0 || more == 0 || claimed(id, std::max(held(id) + more, promised[std::size_t(id)])) <= bound;
         if (fits) {
-          pool.take(id, group, pages);
+          pool.acquire(id, group, pages);
           for (const index_t page : pool.pages(id, group).subspan(table.size())) {
             REQUIRE(owner.count(page) == 0);
             REQUIRE((page >= 0 && page < pool.made()));
@@ -66,7 +66,7 @@ TEST_CASE(
           }
         } else {
           ++refused;
-          REQUIRE_THROWS_AS(pool.take(id, group, pages), error);
+          REQUIRE_THROWS_AS(pool.acquire(id, group, pages), error);
         }
       } else if (what < 9) {  // compress
         const index_t pages = random.between(0, 10);
@@ -85,7 +85,7 @@ TEST_CASE(
       }
       const auto shown = pool.pages(id, group);
       REQUIRE(std::equal(shown.begin(), shown.end(), table.begin(), table.end()));
-      REQUIRE(pool.held(id) == held(id));
+      REQUIRE(pool.page_count(id) == held(id));
       REQUIRE(pool.reserved(id) == promised[std::size_t(id)]);
       REQUIRE(pool.idle() + index_t(owner.size()) == pool.made());
       REQUIRE((bound == 0 || pool.made() <= bound));
@@ -103,16 +103,16 @@ TEST_CASE("what was set aside for one sequence is not given to another") {
   pool.open(0);
   pool.open(1);
   pool.reserve(0, 7);
-  pool.take(1, 0, 3);
-  CHECK_THROWS_WITH(pool.take(1, 0, 4), contains("pages of the pool is 10; expected at least 11; close a sequence"));
+  pool.acquire(1, 0, 3);
+  CHECK_THROWS_WITH(pool.acquire(1, 0, 4), contains("pages of the pool is 10; expected at least 11; close a sequence"));
   CHECK_THROWS_WITH(pool.reserve(1, 4),
                     contains("pages of the pool is 10; expected at least 11, with 4 for this sequence; "
                              "close a sequence, shorten the prompt, or give the pool more pages"));
-  CHECK(pool.held(1) == 3);
-  pool.take(0, 0, 7);
+  CHECK(pool.page_count(1) == 3);
+  pool.acquire(0, 0, 7);
   pool.reserve(0, 0);  // a prompt has ended with 5 pages
   pool.release(0, 0, 5);
-  CHECK_NOTHROW(pool.take(1, 0, 5));
+  CHECK_NOTHROW(pool.acquire(1, 0, 5));
 }
 
 TEST_CASE("a plan of more pages than 32 bits count asks for as many as they do, and a pool with a bound refuses it") {
@@ -123,9 +123,9 @@ TEST_CASE("a plan of more pages than 32 bits count asks for as many as they do, 
   const page_plan plan = plan_pages(
       groups, 1, std::vector<index_t>(layers, 0), {tokens, 0, 0}, [](index_t, index_t, index_t seen) { return seen; },
       [](index_t) { return true; }, [](index_t) { return 0; });
-  CHECK(plan.after == std::vector<index_t>(layers, tokens));
-  CHECK(plan.most == all);
+  CHECK(plan.final_pages == std::vector<index_t>(layers, tokens));
+  CHECK(plan.peak == all);
   ragged_pool pool(layers, 1000);
   pool.open(0);
-  CHECK_THROWS_AS(pool.reserve(0, plan.most), error);
+  CHECK_THROWS_AS(pool.reserve(0, plan.peak), error);
 }

@@ -60,7 +60,7 @@ void in_team(const Body& body) {
 TEST_CASE("a team of lanes takes the slots that one lane takes") {
   support::rng random(5901);
   for (index_t i = 0; i < support::scaled(100); ++i) {
-    const index_t n = random.between(1, i % 5 ? 40 : most_segment_tokens), keep = random.between(1, n);
+    const index_t n = random.between(1, i % 5 ? 40 : max_segment_tokens), keep = random.between(1, n);
     std::vector<float> scores;
     for (index_t t = 0; t < n; ++t) {
       scores.push_back(random.chance(0.03) ? std::nanf("")
@@ -72,7 +72,7 @@ TEST_CASE("a team of lanes takes the slots that one lane takes") {
     policy.coverage = random.pick({0.0f, 0.5f, 0.9f, 1.0f});
     policy.largest = random.pick({1, 2, 5, 9, 64});
     std::vector<index_t> alone(std::size_t(n), -1), together(std::size_t(n), -1), sizes(lanes, -1);
-    std::vector<double> sums(most_segment_tokens / 2);
+    std::vector<double> sums(max_segment_tokens / 2);
     const index_t size = policy.choose_in_segment(scores.data(), n, keep, alone.data());
     in_team([&](const threads_team& team) {
       sizes[std::size_t(team.rank())] =
@@ -88,7 +88,7 @@ TEST_CASE("a team of lanes describes a segment as one lane does, to rounding") {
   support::rng random(5902);
   const by_segment<accumulated_attention> scorer;
   for (index_t i = 0; i < support::scaled(100); ++i) {
-    const index_t n = random.between(1, most_segment_tokens);
+    const index_t n = random.between(1, max_segment_tokens);
     std::vector<float> scores;
     for (index_t t = 0; t < n; ++t) scores.push_back(random.chance(0.03) ? infinity : std::fabs(random.normal()));
     const segment_statistics alone = scorer.describe_segment(scores.data(), n);

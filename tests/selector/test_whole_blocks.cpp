@@ -11,8 +11,8 @@ namespace {
 std::vector<index_t> taken(const std::vector<float>& scores, const std::vector<index_t>& sizes, index_t keep) {
   std::vector<index_t> out(scores.size() + 1, -7);
   top_k_scratch scratch;
-  out.resize(
-      std::size_t(whole_blocks{}.take(scores.data(), sizes.data(), index_t(scores.size()), keep, out.data(), scratch)));
+  out.resize(std::size_t(
+      whole_blocks{}.choose_blocks(scores.data(), sizes.data(), index_t(scores.size()), keep, out.data(), scratch)));
   return out;
 }
 

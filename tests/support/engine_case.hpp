@@ -152,8 +152,8 @@ struct engine_pages {
     problem.view = view(0, p);
     problem.layers = s.layers;
     problem.layer_stride = offset_t(s.sequences) * s.heads;
-    problem.room = room;
-    problem.held = held_;
+    problem.spare_tokens = room;
+    problem.page_counts = held_;
     problem.freed = freed;
     problem.freed_stride = s.max_blocks;
     problem.freed_count = freed_count;

@@ -56,7 +56,7 @@ struct every_other_head {
   TESSERA_HD index_t share(const head_extent& head) const {
     return head.head % 2 == 0 || head.stored < tokens ? head.stored : tokens;
   }
-  token_bound most(const layer_extent& layer) const {
+  token_bound upper_bound(const layer_extent& layer) const {
     const offset_t whole = (layer.kv_heads + 1) / 2, bound = std::max(tokens, layer.protected_tail);
     return {layer.longest, whole * layer.longest + (layer.kv_heads - whole) * bound};
   }

@@ -110,7 +110,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   }
   void announce(index_t tokens) override {
     if constexpr (fuses_chunks<Recipe>) {
-      if constexpr (in_groups) reserved_ = cache_.plan_pages(sequence_, tokens).after;
+      if constexpr (in_groups) reserved_ = cache_.plan_pages(sequence_, tokens).final_pages;
       cache_.announce(sequence_, tokens);
     }
   }

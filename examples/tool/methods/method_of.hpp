@@ -26,7 +26,7 @@ class cache_of final : public method_cache {
   }
   void announce(index_t tokens) override {
     if constexpr (fuses_chunks<Recipe>) {
-      if constexpr (in_groups) reserved_ = cache_.plan_pages(sequence_, tokens).after;
+      if constexpr (in_groups) reserved_ = cache_.plan_pages(sequence_, tokens).final_pages;
       cache_.announce(sequence_, tokens);
     }
   }

@@ -112,7 +112,7 @@ Recipe planned_recipe(Recipe recipe, index_t prompt, int head_dim) {
   if constexpr (requires { recipe.retain.budget.split; }) {
     auto& budget = recipe.retain.budget;
     const double all = double(prompt) + double(budget.max_new);
-    budget.split = tessera::split_factor(budget.split.of(std::max(1.0, all / double(budget.tokens))));
+    budget.split = tessera::split_factor(budget.split.exponent(std::max(1.0, all / double(budget.tokens))));
   }
   return recipe;
 }

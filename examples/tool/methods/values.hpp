@@ -19,7 +19,7 @@ namespace tool {
 
 /// A whole number in [least, most]. Errors: anything else, naming what was given.
 std::int64_t parse_count(std::string_view name, std::string_view text, std::int64_t least,
-                         std::int64_t most = tessera::most_tokens);
+                         std::int64_t most = tessera::max_tokens);
 
 /// Throws tessera::error unless `text` is one of `allowed`; suggests the nearest.
 void require_one_of(std::string_view name, std::string_view text, const std::vector<std::string>& allowed);

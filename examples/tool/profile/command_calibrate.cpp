@@ -135,7 +135,7 @@ void calibrate(const calibrate_options& given) {
       if (tokenizer.bos()) prompt.insert(prompt.begin(), *tokenizer.bos());
       const auto tokens = index_t(prompt.size());
       std::vector<setting> own = settings;
-      if (method.fuses_chunks) own.push_back({"chunk", std::to_string(tessera::most_tokens)});  // one choice a prompt
+      if (method.fuses_chunks) own.push_back({"chunk", std::to_string(tessera::max_tokens)});  // one choice a prompt
       if (chooses_later) own.push_back({"first", "0"});  // at its end
       const auto kept = index_t(tessera::decimal_share(share).up(tokens));
       const index_t budget = std::clamp(kept, method.budgets.least, tokens - 1);  // all must compete

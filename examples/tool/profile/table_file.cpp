@@ -54,9 +54,9 @@ double table_file::number(const char* name) const { return number(member(name), 
 
 index_t table_file::count(const char* name) const {
   const json& value = member(name);
-  const bool whole = value.is_number_integer() && value >= 0 && value <= tessera::most_tokens;
+  const bool whole = value.is_number_integer() && value >= 0 && value <= tessera::max_tokens;
   require(whole, place(name), engine::printable(value.dump(-1, ' ', false, json::error_handler_t::replace), 40),
-          "a whole number, 0 to " + std::to_string(tessera::most_tokens), cure_);
+          "a whole number, 0 to " + std::to_string(tessera::max_tokens), cure_);
   return value.get<index_t>();
 }
 

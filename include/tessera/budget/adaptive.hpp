@@ -34,7 +34,7 @@ struct adaptive {
     return tail + index_t(below + (rest > whole || (rest == whole && below % 2 != 0)));
   }
 
-  token_bound most(const layer_extent& layer) const {
+  token_bound upper_bound(const layer_extent& layer) const {
     // Rounding moves a head by less than one token.
     const offset_t total = offset_t(layer.kv_heads) * (offset_t((std::max)(tokens, layer.protected_tail)) + 1);
     return {index_t((std::min<offset_t>)(layer.longest, total)), total};

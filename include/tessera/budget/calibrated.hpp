@@ -28,7 +28,7 @@ struct calibrated {
   /// What a head keeps of `seen` tokens of a turn's prompt.
   TESSERA_HD index_t share_of(index_t layer, index_t head, index_t seen) const {
     if (shares.data) {
-      const offset_t kept = decimal_share(shares.at(layer, head)).up(seen);
+      const offset_t kept = decimal_share(shares.share(layer, head)).up(seen);
       return kept < seen ? index_t(kept) : seen;
     }
     if (tokens >= prompt && prompt > 0) return seen;
@@ -64,8 +64,8 @@ struct calibrated {
     budgets.check("budget", tokens, "pass how many tokens each head may keep on average");
     for (index_t l = 0; shares.data && l < shares.layers; ++l) {
       for (index_t h = 0; h < shares.kv_heads; ++h) {
-        if (shares.at(l, h) > 0 && shares.at(l, h) <= 1) continue;  // names are made where they are needed alone
-        fail("share of layer " + std::to_string(l) + ", kv_head " + std::to_string(h), shares.at(l, h), "in (0, 1]",
+        if (shares.share(l, h) > 0 && shares.share(l, h) <= 1) continue;  // names are made where they are needed alone
+        fail("share of layer " + std::to_string(l) + ", kv_head " + std::to_string(h), shares.share(l, h), "in (0, 1]",
              "calibrate the profile again");
       }
     }

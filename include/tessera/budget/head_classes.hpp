@@ -32,41 +32,42 @@ struct head_classes {
   TESSERA_HD bool streams(index_t layer, index_t head) const {
     if (!gates.data) return true;
     const index_t own = layer * gates.kv_heads + head;
-    return last < 0 ? before(own) < streaming_heads() : streams_first(own, last) || own == last;
+    return last < 0 ? heads_streaming_first(own) < streaming_heads() : streams_first(own, last) || own == last;
   }
 
   TESSERA_HD index_t share(const head_extent& head) const {
     return streams(head.layer, head.head) && tokens < head.stored ? tokens : head.stored;
   }
 
-  TESSERA_HD bool fits(const layer_extent& asked) const {
+  TESSERA_HD bool fits(const layer_extent& extent) const {
     bool any = false;
-    for (index_t h = 0; h < asked.kv_heads; ++h) any |= streams(asked.layer, h);
-    return !any || asked.longest <= tokens;
+    for (index_t h = 0; h < extent.kv_heads; ++h) any |= streams(extent.layer, h);
+    return !any || extent.longest <= tokens;
   }
 
-  token_bound most(const layer_extent& asked) const {
-    token_bound most{0, 0};
-    for (index_t h = 0; h < asked.kv_heads; ++h) {
-      const index_t own =
-          streams(asked.layer, h) ? (std::min)(asked.longest, (std::max)(tokens, asked.protected_tail)) : asked.longest;
-      most.longest = (std::max)(most.longest, own);
-      most.total += own;
+  token_bound upper_bound(const layer_extent& extent) const {
+    token_bound bound{0, 0};
+    for (index_t h = 0; h < extent.kv_heads; ++h) {
+      const index_t stored = streams(extent.layer, h)
+                                 ? (std::min)(extent.longest, (std::max)(tokens, extent.protected_tail))
+                                 : extent.longest;
+      bound.longest = (std::max)(bound.longest, stored);
+      bound.total += stored;
     }
-    return most;
+    return bound;
   }
 
-  /// The same, once it is known which head is the last to stream.
+  /// The budget with its last streaming head found.
   head_classes fitted(index_t) const {
     head_classes result = *this;
     const index_t streaming_of_all = streaming_heads();
     for (index_t head = 0; gates.data && head < gates.layers * gates.kv_heads; ++head) {
-      if (before(head) + 1 == streaming_of_all) result.last = head;
+      if (heads_streaming_first(head) + 1 == streaming_of_all) result.last = head;
     }
     return result;
   }
 
-  /// The table, for a backend that keeps a copy of it in its own memory.
+  /// The table, which a backend copies to its own memory.
   share_table& table() { return gates; }
 
   void check() const {
@@ -74,8 +75,8 @@ struct head_classes {
     check_parameters(*this);
     for (index_t l = 0; gates.data && l < gates.layers; ++l) {
       for (index_t h = 0; h < gates.kv_heads; ++h) {
-        require(gates.at(l, h) >= 0 && gates.at(l, h) <= 1,
-                "gate of layer " + std::to_string(l) + ", kv_head " + std::to_string(h), gates.at(l, h), "in [0, 1]",
+        require(gates.share(l, h) >= 0 && gates.share(l, h) <= 1,
+                "gate of layer " + std::to_string(l) + ", kv_head " + std::to_string(h), gates.share(l, h), "in [0, 1]",
                 "find the gates again");
       }
     }
@@ -103,8 +104,8 @@ struct head_classes {
   TESSERA_HD bool streams_first(index_t a, index_t b) const {
     return gates.data[a] < gates.data[b] || (gates.data[a] == gates.data[b] && a > b);
   }
-  /// Heads that stream rather than this one.
-  TESSERA_HD index_t before(index_t own) const {
+  /// How many heads stream before head `own` does.
+  TESSERA_HD index_t heads_streaming_first(index_t own) const {
     index_t count = 0;
     for (index_t other = 0; other < gates.layers * gates.kv_heads; ++other) count += streams_first(other, own);
     return count;

@@ -22,46 +22,46 @@ struct pyramid {
   static constexpr const char* name = "pyramid";
   static constexpr bool compares_heads = false;
   static constexpr value_range<index_t> budgets = token_budgets;
-  static constexpr index_t most_layers = 1 << 16;
+  static constexpr index_t max_layers = 1 << 16;
 
   index_t tokens = 1024;
   index_t beta = 20;
-  index_t layer = -1;   ///< -1: the layer that is asked about; set where one layer of a model is compressed alone
+  index_t layer = -1;   ///< -1: the cache's own; set where one layer of a model is compressed alone
   index_t layers = -1;  ///< -1: the layers of the cache
 
   /// The line over the layers, tail excluded, for a prompt with `candidates` tokens outside the tail.
   struct line {
-    index_t least, most, step;
+    index_t least, largest, step;
   };
   TESSERA_HD line plan(index_t depth, index_t base, index_t candidates) const {
     line result{base / beta, 2 * base - base / beta, 0};
-    if (result.most >= candidates) {
-      result.most = candidates;
-      result.least = 2 * base - result.most;
+    if (result.largest >= candidates) {
+      result.largest = candidates;
+      result.least = 2 * base - result.largest;
     }
-    result.step = depth > 1 ? (result.most - result.least) / (depth - 1) : 0;
+    result.step = depth > 1 ? (result.largest - result.least) / (depth - 1) : 0;
     return result;
   }
 
   TESSERA_HD index_t share(const head_extent& head) const {
     const index_t stored = head.stored, tail = head.protected_tail, base = tokens > tail ? tokens - tail : 0;
-    const index_t depth = layers > 0 ? layers : head.layers, at = layer >= 0 ? layer : head.layer;
+    const index_t depth = layers > 0 ? layers : head.layers, index = layer >= 0 ? layer : head.layer;
     index_t kept = base;
     if (depth > 1 && stored >= 2 * base) {
       const line over_layers = plan(depth, base, stored > tail ? stored - tail : 0);
-      kept = over_layers.most - at * over_layers.step;
+      kept = over_layers.largest - index * over_layers.step;
     }
     return tail + kept < stored ? tail + kept : stored;
   }
 
-  token_bound most(const layer_extent& of) const {
-    const index_t tail = of.protected_tail, base = (std::max)(0, tokens - tail);
-    const index_t depth = layers > 0 ? layers : of.layers, at = layer >= 0 ? layer : of.layer;
+  token_bound upper_bound(const layer_extent& extent) const {
+    const index_t tail = extent.protected_tail, base = (std::max)(0, tokens - tail);
+    const index_t depth = layers > 0 ? layers : extent.layers, index = layer >= 0 ? layer : extent.layer;
     // The steepest line, or a flatter one through the base; steps are rounded down, so late layers get a little more.
     const line steepest = plan(depth, base, (std::numeric_limits<index_t>::max)());
-    const index_t kept = (std::max)(base, steepest.most - at * steepest.step) + depth;
-    const index_t longest = (std::min)(of.longest, (std::max)(tokens, tail + kept));
-    return {longest, offset_t(of.kv_heads) * longest};
+    const index_t kept = (std::max)(base, steepest.largest - index * steepest.step) + depth;
+    const index_t longest = (std::min)(extent.longest, (std::max)(tokens, tail + kept));
+    return {longest, offset_t(extent.kv_heads) * longest};
   }
 
   void check() const {
@@ -74,11 +74,11 @@ struct pyramid {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("beta", self.beta, value_range{1, most_tokens},
+    visit("beta", self.beta, value_range{1, max_tokens},
           "the last layer keeps about 1 / beta of the average outside the window");
-    visit("layer", self.layer, value_range{-1, most_layers - 1},
+    visit("layer", self.layer, value_range{-1, max_layers - 1},
           "which layer this is, where it is compressed alone; -1 for the cache's own");
-    visit("layers", self.layers, value_range{-1, most_layers},
+    visit("layers", self.layers, value_range{-1, max_layers},
           "how many layers the model has, given with layer; -1 for the cache's own");
   }
 };

@@ -12,20 +12,20 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// How much of the compression the first stage does: a factor in [0, 1], or the formula of RocketKV.
+/// The share of the compression that the first stage does: an exponent in [0, 1], or the formula of RocketKV.
 struct split_factor {
   bool adaptive = true;
-  double fixed = 0;  ///< counts where it is not adaptive
+  double fixed = 0;  ///< used where it is not adaptive
 
   split_factor() = default;
   explicit split_factor(double factor) : adaptive(false), fixed(factor) {}
 
-  /// The first stage compresses c times by c^r: min(0.2 + 0.06 log2 c, 0.8) where it is adaptive.
-  double of(double c) const { return adaptive ? (std::min)(0.2 + 0.06 * std::log2(c), 0.8) : fixed; }
+  /// r: of a compression by c, the first stage compresses by c^r. Adaptive: min(0.2 + 0.06 log2 c, 0.8).
+  double exponent(double c) const { return adaptive ? (std::min)(0.2 + 0.06 * std::log2(c), 0.8) : fixed; }
   bool operator==(const split_factor&) const = default;
 };
 
-/// What a split may be.
+/// The values that a split may have.
 struct split_factors {
   static constexpr value_range<double> fixed{0, 1};
   std::string text() const { return "adaptive, or " + fixed.text(); }
@@ -61,7 +61,7 @@ struct two_stage {
     const double budget = double(tokens), all = double(prompt) + double(max_new);
     const double c = (std::max)(1.0, all / budget);
     const double least = (std::min)(2.0 * double(max_new), all);
-    const double capacity = (std::max)(std::floor(all / std::pow(c, split.of(c))), least);
+    const double capacity = (std::max)(std::floor(all / std::pow(c, split.exponent(c))), least);
     constexpr double most = (std::numeric_limits<index_t>::max)();
     require(all <= most, "max_new", max_new, "at most 2^31 - 1 with the prompt", "pass how many tokens a turn decodes");
     stage_plan result;
@@ -102,7 +102,7 @@ struct two_stage {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("max_new", self.max_new, value_range{0, most_tokens},
+    visit("max_new", self.max_new, value_range{0, max_tokens},
           "tokens that a turn decodes: they count into the sequence's length");
     visit("split", self.split, split_factors{}, "share of the compression that the first stage does");
     Inner::parameters(self.inner, visit);

@@ -18,7 +18,7 @@ struct uniform {
   /// The same in every layer.
   TESSERA_HD index_t share(const head_extent& head) const { return tokens < head.stored ? tokens : head.stored; }
 
-  token_bound most(const layer_extent& layer) const {
+  token_bound upper_bound(const layer_extent& layer) const {
     const index_t longest = (std::min)(layer.longest, (std::max)(tokens, layer.protected_tail));
     return {longest, offset_t(layer.kv_heads) * longest};
   }

@@ -28,7 +28,7 @@ struct wider_first {
 
   stage_plan plan(index_t prompt) const {
     stage_plan result;
-    result.retained = index_t((std::min<offset_t>)(offset_t(tokens) * factor, most_tokens));
+    result.retained = index_t((std::min<offset_t>)(offset_t(tokens) * factor, max_tokens));
     result.capacity = result.retained;
     result.read = tokens;
     result.prompt = prompt;

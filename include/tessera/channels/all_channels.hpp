@@ -1,16 +1,16 @@
-// Every channel of a vector stays: nothing of it is left out.
+// Every channel of a vector is stored.
 #pragma once
 
 #include "../concepts/channels.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Keeps every element of a vector, and no bits.
+/// Stores every element of a vector, and no bits.
 struct all_channels {
   static constexpr const char* name = "all_channels";
   static constexpr index_t window = 0;
 
-  index_t kept(int dim) const { return dim; }
+  index_t stored_channels(int dim) const { return dim; }
   index_t group_size() const { return 1; }
   void choose_for_head(const double*, const double*, const packed_format& format, std::uint8_t* bits) const {
     for (index_t i = 0; i < format.set_bytes(); ++i) bits[i] = 0;

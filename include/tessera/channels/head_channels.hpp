@@ -10,9 +10,9 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Keeps ceil(channels * dim) channels of a head, the share as a decimal, and drops the rest: those with the smallest
-/// product of the mean square of the last 32 prompt queries and the mean square of the keys. Without queries the keys
-/// alone decide; squares of queries that are not finite say nothing.
+/// Stores ceil(channels * dim) channels of a head, the share as a decimal. Dropped are those with the smallest product
+/// of the mean square of the last 32 prompt queries and the mean square of the keys. Without queries the keys alone
+/// decide; squares of queries that are not finite are ignored.
 ///
 /// Ties     to the lower channel; a channel whose product is NaN is dropped first.
 /// Errors   channels out of range: tessera::error.   Cost  one sort of a head's channels for each segment.
@@ -24,7 +24,7 @@ struct head_channels {
 
   float channels = 0.6f;
 
-  index_t kept(int dim) const { return index_t(decimal_share(channels).up(dim)); }
+  index_t stored_channels(int dim) const { return index_t(decimal_share(channels).up(dim)); }
   index_t group_size() const { return 1; }
 
   void choose_for_head(const double* queries, const double* rows, const packed_format& format,
@@ -39,7 +39,7 @@ struct head_channels {
     std::sort(order, order + format.channels,
               [&](index_t a, index_t b) { return scores[a] != scores[b] ? scores[a] > scores[b] : a < b; });
     for (index_t i = 0; i < format.set_bytes(); ++i) bits[i] = 0;
-    for (index_t i = 0; i < format.kept; ++i) set_bit(bits, order[i]);
+    for (index_t i = 0; i < format.stored_channels; ++i) set_bit(bits, order[i]);
   }
 
   void check() const { check_parameters(*this); }

@@ -1,4 +1,4 @@
-// Of each vector the groups of neighbouring channels with most energy.
+// The groups of neighbouring channels with the largest sums of squares, of each vector.
 #pragma once
 
 #include "../concepts/channels.hpp"
@@ -9,8 +9,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Keeps round(channels * dim) elements of every vector: the groups of 1, 2 or 4 neighbours with the largest sum of
-/// squares. Which ones is another choice for each vector, which therefore has a bit for every group.
+/// Stores round(channels * dim) elements of every vector: the groups of 1, 2 or 4 neighbours with the largest sum of
+/// squares. Each vector has a choice of its own, and therefore a bit for every group.
 ///
 /// Ties     to the lower group; NaN ranks last.
 /// Errors   channels out of range, or a group that is none of 1, 2, 4: tessera::error.
@@ -24,11 +24,11 @@ struct top_groups {
   index_t group = 1;
 
   /// Of the whole vector, before truncation.
-  index_t kept(int dim) const { return index_t(decimal_share(channels).nearest(dim)); }
+  index_t stored_channels(int dim) const { return index_t(decimal_share(channels).nearest(dim)); }
   index_t group_size() const { return group; }
 
   TESSERA_HD void choose(const float* row, const packed_format& format, std::uint8_t* bits) const {
-    const index_t groups = format.groups(), wanted = format.kept / format.group;
+    const index_t groups = format.groups(), wanted = format.stored_channels / format.group;
     std::uint64_t keys[largest_head_dim];
     for (index_t g = 0; g < groups; ++g) {
       float energy = 0;

@@ -1,4 +1,4 @@
-// Attention: read how? Names how stored tokens are read and holds the rule that makes logits of dot products.
+// Attention: read how? How stored tokens are read, and the rule that turns dot products into logits.
 #pragma once
 
 #include <concepts>
@@ -18,7 +18,7 @@ concept attention = requires(A& a) {
   { a.rule } -> std::same_as<logit_rule&>;
 };
 
-/// Whether a type is an attention; what it lacks is said in a sentence.
+/// Whether a type is an attention. A sentence says what it lacks.
 template <class A>
 constexpr bool check_attention() {
   static_assert(

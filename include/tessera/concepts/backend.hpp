@@ -1,4 +1,4 @@
-// What a cache needs of a backend: the calls of its parts, and of the whole.
+// What a cache needs of a backend: the calls of its parts, and its own.
 #pragma once
 
 #include <concepts>
@@ -14,11 +14,12 @@
 TESSERA_NAMESPACE_BEGIN
 
 /// The store of a backend: the rows of every layer and sequence. `Queue...` is nothing on the CPU, a stream on a GPU.
-///   view(owner)                 what a layer of a sequence stores
-///   clear(id, queue...)         empties a sequence that was open; needs no memory
-///   expect(id, tokens)          a pool of pages sets so many more tokens aside in every layer, 0: none; may throw
-///   bytes(owner)                what is allocated, or taken of a pool
-/// Rows move and go in two calls: `plan_keep` does all that may throw and shows nothing, `keep` carries it out.
+///   view(owner)                 a view of the stored rows of a layer of a sequence
+///   clear(id, queue...)         empties an open sequence; needs no memory
+///   expect(id, tokens)          reserves pages of a pool for `tokens` more in every layer, 0: none; may throw
+///   bytes(owner)                bytes that are allocated, or acquired of a pool
+/// Rows are moved and dropped in two calls: `plan_keep` does all that may throw and changes nothing visible, `keep`
+/// carries it out.
 template <class S, class... Queue>
 concept backend_store = requires(S& store, const S& stored, sequence_layer owner, index_t id, Queue... queue) {
   typename S::view_type;
@@ -29,10 +30,10 @@ concept backend_store = requires(S& store, const S& stored, sequence_layer owner
   { stored.kv_heads() } -> std::same_as<index_t>;
 };
 
-/// An observer of a backend: what a first stage's scorer has to see.
-///   with_scores                 whether the store holds a score beside each token
-///   forget(id), forget(owner)   what was observed goes; needs no memory
-///   copy(id, id, queue...)      what lasts from turn to turn goes to another id
+/// An observer of a backend: what a first stage's scorer needs to know.
+///   with_scores                 whether the store has a score beside each token
+///   forget(id), forget(owner)   forgets a sequence, or a layer of it; needs no memory
+///   copy(source, target, queue...)   copies what lasts from turn to turn to another sequence
 /// and `observe_prompt`, `observe_step` and `complete`, whose arguments are the backend's.
 template <class O, class... Queue>
 concept backend_observer = requires(O& observer, sequence_layer owner, index_t id, Queue... queue) {
@@ -42,8 +43,8 @@ concept backend_observer = requires(O& observer, sequence_layer owner, index_t i
   observer.copy(id, id, queue...);
 };
 
-/// What prompts attend on a backend.
-///   copy(id, id, queue...)      what prompts of one sequence left to be read goes to another one
+/// The attention of prompts on a backend.
+///   copy(source, target, queue...)   copies the columns that steps will read to another sequence
 ///   trace(on), lines(owner)     the lines of the last chunk that was traced
 template <class A, class... Queue>
 concept backend_attending = requires(A& attending, const A& attended, sequence_layer owner, index_t id,
@@ -53,21 +54,21 @@ concept backend_attending = requires(A& attending, const A& attended, sequence_l
   { attended.lines(owner) } -> std::same_as<const prompt_lines&>;
 };
 
-/// Whether a type is the backend of a cache; what it lacks is said in a sentence. Policies, Sequences, Step and Chunk
-/// are the turn's `planned`, `conversations`, `batch` and `prompt_chunk`. What takes rows is a template: the cache's
-/// calls name it, and a compiler says what is missing there.
+/// Whether a type is the backend of a cache. A sentence says what it lacks. Policies, Sequences, Step and Chunk are the
+/// turn's `planned`, `conversations`, `batch` and `prompt_chunk`. Calls with rows are templates, which are not checked
+/// here: the compiler reports a missing one where the cache calls it.
 ///
 ///   resources, queue, default_queue, output_type, in_groups
 ///   max_sequences(), max_step_tokens()              0: no bound; tokens of a step
 ///   open(id, policies, queue), close(id, queue)     `close` needs no memory
-///   check_fork(id), fork(id, to, policies, queue)   where it throws, `to` is closed
-///   follow_budget(recipe, queue)                    what another budget needs, in place of what there was
+///   check_fork(id), fork(id, copy, policies, queue) where it throws, `copy` is closed
+///   follow_budget(recipe, queue)                    replaces memory that depends on the budget
 ///   follow_plans(sequences, queue)                  the policies of every sequence have changed
 ///   check_chunk(owner, q), begin_prompt(id, queue), expect_chunk(id, tokens)
-///   end_chunk(owner, policies, reach, reconsidered, queue)     a layer keeps its share of what it has of a prompt
+///   end_chunk(owner, policies, reach, reconsidered, queue)     a layer keeps its share of the prompt so far
 ///   append_chunk, attend_chunk, reread              rows of a prompt
 ///   end_layer(owner, recipe, tokens, queue), end_prompt(id, recipe, policies, due, reach, queue)
-///   prepare_step(recipe, step, sequences, queue)    room for a step in every layer, or in none
+///   prepare_step(recipe, step, sequences, queue)    memory for a step in every layer, or in none
 ///   begin_counting(step, sequences), count_layer(layer, step, sequences, queue)   when a step's tokens count
 ///   require_layer(layer, step, sequences, queue), decode                          one layer of a step
 ///   positions, readable, attended, lines, bytes, bytes_read                       answers
@@ -89,7 +90,7 @@ constexpr bool check_backend() {
         b.fork(id, id, policies, q);
       },
       "tessera: a backend must open, close and copy sequences: open(id, policies, queue), close(id, queue), "
-      "check_fork(id), fork(id, to, policies, queue)");
+      "check_fork(id), fork(id, copy, policies, queue)");
   static_assert(
       requires(B& b, const recipe& r, const Sequences& known, typename B::default_queue q) {
         b.follow_budget(r, q);

@@ -12,14 +12,14 @@
 TESSERA_NAMESPACE_BEGIN
 
 /// A budget that goes by lengths alone.
-///   share(head_extent) -> index_t     what that head keeps; TESSERA_HD, for all backends
+///   share(head_extent) -> index_t     tokens that the head keeps; TESSERA_HD, for all backends
 template <class B>
 concept length_budget = requires(const B b, const head_extent& head) {
   { b.share(head) } -> std::same_as<index_t>;
 };
 
 /// A budget for which heads compete: of all candidates of a layer the best kv_heads * base win, base = tokens - tail.
-///   share_won(won, base, tail) -> index_t     what a head keeps that won so many; TESSERA_HD, for all backends
+///   share_won(won, base, tail) -> index_t     tokens of a head with `won` winners; TESSERA_HD, for all backends
 template <class B>
 concept winners_budget = requires(const B b, index_t n) {
   { b.share_won(n, n, n) } -> std::same_as<index_t>;
@@ -36,17 +36,19 @@ concept host_budget = requires(const B b, const layer_scores& scores, index_t* c
 ///   name                      its published name
 ///   compares_heads            whether it ranks scores of different heads against each other
 ///   tokens                    the budget: tokens per kv_head, the protected tail included
-///   share, share_won or allot what a head keeps, see above; the backends hold it between the tail and what is stored
+///   share, share_won or allot see above; the backends limit a head's count to between its tail and its stored tokens
 ///   check()                   throws tessera::error on parameters that make no sense
 /// It may also say
-///   fits(layer_extent) -> bool          whether all of a layer stays, whatever the scores; else: longest <= tokens
-///   most(layer_extent) -> token_bound    bounds of what it gives, on the host; else: all that is stored
-///   check_model(layers, kv_heads)       throws tessera::error where it is one for another model
-///   fitted(prompt) -> budget            the same, once the first prompt has so many tokens: made once for a
-///                                       conversation
-///   table() -> share_table&             numbers by layer and kv_head in the caller's memory: devices take a copy
-///   even_heads                          true: heads of equal length keep equally many, exactly what `most` says; else:
-///                                       false
+///   fits(layer_extent) -> bool                  whether all of a layer stays, whatever the scores; else: longest <=
+///                                               tokens
+///   upper_bound(layer_extent) -> token_bound    upper bounds of the tokens that it gives, on the host; else: all
+///                                               stored ones
+///   check_model(layers, kv_heads)               throws tessera::error for a model of other counts
+///   fitted(prompt) -> budget                    the budget for a first prompt of `prompt` tokens: made once for a
+///                                               conversation
+///   table() -> share_table&                     numbers by layer and kv_head in the caller's memory: devices copy them
+///   even_heads                                  true: heads of equal length keep equally many, exactly `upper_bound`;
+///                                               else: false
 template <class B>
 concept budget = (length_budget<B> || winners_budget<B> || host_budget<B>)&&requires(const B b, B& m) {
   { B::name } -> std::convertible_to<const char*>;
@@ -57,7 +59,7 @@ concept budget = (length_budget<B> || winners_budget<B> || host_budget<B>)&&requ
 
 /// A budget that is split over both stages once the length of the first prompt is known.
 ///   plan(prompt) -> stage_plan     prompt: tokens of the conversation's first prompt
-///   require_room(plan, window)     throws tessera::error where the plan leaves no room for a first stage's window
+///   require_room(plan, window)     throws tessera::error where a first stage's window does not fit the plan
 ///   planned(plan)                  the budget that allots the plan's `retained` tokens
 template <class B>
 concept planning_budget = budget<B> && requires(const B b, index_t prompt, const stage_plan& plan) {
@@ -66,10 +68,10 @@ concept planning_budget = budget<B> && requires(const B b, index_t prompt, const
   { b.planned(plan) } -> budget;
 };
 
-/// A budget that gives each head a share of what is new: it counts what the head held when the turn began on top, and
-/// in a first stage that drops tokens what was chosen before stays (core/prompt/prompt_reach.hpp).
-///   fitted(prompt)      the same budget, once the length of the conversation's first prompt is known
-///   knows_shares()      whether it can say what a head keeps of a part of a prompt
+/// A budget that gives each head a share of a turn's new tokens. The head's tokens of earlier turns come on top. In a
+/// first stage that drops tokens, chosen ones stay (core/prompt/prompt_reach.hpp).
+///   fitted(prompt)      the budget for a first prompt of `prompt` tokens
+///   knows_shares()      whether it can count the tokens that a head keeps of a part of a prompt
 /// It may also say
 ///   check_model(layers, kv_heads)   throws tessera::error where it is one for another model
 template <class B>
@@ -88,19 +90,19 @@ TESSERA_HD bool keeps_all(const B& budget, const layer_extent& layer) {
   }
 }
 
-/// Bounds of what a budget gives to the heads of a layer.
+/// Upper bounds of the tokens that a budget gives to the heads of a layer.
 template <class B>
 token_bound bound_kept(const B& budget, const layer_extent& layer) {
   const offset_t all = offset_t(layer.kv_heads) * layer.longest;
-  if constexpr (requires { budget.most(layer); }) {
-    const token_bound most = budget.most(layer);
-    return {(std::min)(layer.longest, most.longest), (std::min)(all, most.total)};
+  if constexpr (requires { budget.upper_bound(layer); }) {
+    const token_bound bound = budget.upper_bound(layer);
+    return {(std::min)(layer.longest, bound.longest), (std::min)(all, bound.total)};
   } else {
     return {layer.longest, all};
   }
 }
 
-/// Whether heads of equal length keep equally many, exactly as many as `bound_kept` says.
+/// Whether heads of equal length keep equally many: exactly `bound_kept`.
 template <class B>
 inline constexpr bool keeps_heads_even = [] {
   if constexpr (requires { B::even_heads; }) return bool(B::even_heads);
@@ -130,7 +132,7 @@ void allot_counts(const B& budget, const layer_scores& scores, index_t* counts) 
   }
 }
 
-/// Whether a type is a budget; what it lacks is said in a sentence.
+/// Whether a type is a budget. A sentence says what it lacks.
 template <class B>
 constexpr bool check_budget() {
   static_assert(

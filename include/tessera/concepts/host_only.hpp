@@ -5,7 +5,7 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// A policy, stage or layout whose body runs on the host alone says so: `static constexpr bool host_only = true;`.
+/// A policy, stage or layout that runs on the host alone has `static constexpr bool host_only = true;`.
 template <class Policy>
 concept host_only_policy = requires {
   requires Policy::host_only;
@@ -15,7 +15,7 @@ concept host_only_policy = requires {
 template <class... Policies>
 inline constexpr bool runs_on_devices = !(... || host_only_policy<Policies>);
 
-/// What the CUDA backend asks of a recipe before it makes anything of it.
+/// The CUDA backend's first check of a recipe.
 template <class Policy>
 constexpr bool check_runs_on_devices() {
   static_assert(

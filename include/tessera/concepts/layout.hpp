@@ -1,4 +1,4 @@
-// Layout: stored how? Two choices: what one token takes (a row format), and where its rows lie (a placement).
+// Layout: stored how? Two choices: the format of a token's rows, and the placement of rows in memory.
 #pragma once
 
 #include <concepts>
@@ -8,7 +8,7 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// What one token of one kv_head takes.
+/// The format of the rows of one token of one kv_head.
 ///   name
 ///   encoding_type        how elements lie in memory (core/encoding.hpp)
 ///   k_dim, v_dim         of a K and of a V row
@@ -19,8 +19,8 @@ concept row_format = encoding<typename R::encoding_type> && requires {
   { R::v_dim } -> std::convertible_to<int>;
 };
 
-/// Where the rows of a (layer, sequence, kv_head) lie. The table that finds them is all that kernels see; the memory
-/// behind it is the store's (backend/*/store).
+/// The placement of the rows of a (layer, sequence, kv_head). Kernels know only its table, which finds slots; the store
+/// has the memory behind it (backend/*/store).
 ///   name
 ///   table_type           what `kv_view` finds a slot by (core/views.hpp)
 template <class P>
@@ -39,7 +39,7 @@ concept layout = row_format<typename L::rows_type> && placement<typename L::plac
 template <class L, class T, int D, int Dv>
 concept layout_of = layout<L> && std::same_as<typename L::element_type, T> && L::k_dim == D&& L::v_dim == Dv;
 
-/// Whether a type is a row format; what it lacks is said in a sentence.
+/// Whether a type is a row format. A sentence says what it lacks.
 template <class R>
 constexpr bool check_row_format() {
   static_assert(
@@ -58,7 +58,7 @@ constexpr bool check_row_format() {
   return row_format<R>;
 }
 
-/// Whether a type is a layout; what it lacks is said in a sentence.
+/// Whether a type is a layout. A sentence says what it lacks.
 template <class L>
 constexpr bool check_layout() {
   static_assert(

@@ -1,4 +1,4 @@
-// Prefill: which keys do a prompt's rows attend? All that they see, or lines that are chosen for each query head.
+// Prefill: which keys do a prompt's rows attend? All visible ones, or lines that are chosen for each query head.
 #pragma once
 
 #include <concepts>
@@ -12,23 +12,23 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// A policy that says what the rows of a prompt chunk attend.
+/// A policy of the keys that the rows of a prompt chunk attend.
 ///   name
-///   chooses_lines           static: false where rows attend all that they see
+///   chooses_lines           static: false where rows attend all visible keys
 template <class P>
 concept prompt_pattern = requires {
   { P::name } -> std::convertible_to<const char*>;
   { P::chooses_lines } -> std::convertible_to<bool>;
 };
 
-/// One that chooses lines, anew for every chunk from that chunk's rows, for each query head.
-///   sample(first, next, rows)      appends ascending positions in [first, next): whose attention it looks at, the same
-///                                  for all heads and layers; none where lines do not hang on attention
-///   choose(seen, cover, lines)     of one query head: fills `lines`, in the memory of `cover`. Every row should have a
-///                                  key: with slash line 0 its own
+/// A policy that chooses lines for each query head, for every chunk from the chunk's rows.
+///   sample(first, next, rows)      appends ascending positions in [first, next) of the rows whose attention it needs,
+///                                  the same for all heads and layers; none where lines do not depend on attention
+///   choose(sample, cover, lines)   of one query head: fills `lines`, in the memory of `cover`. Every row should have a
+///                                  key: with slash line 0 it has its own
 ///   check(), parameters(self, visit) as every policy has them
 /// It may also say
-///   dense_rows                     index_t: so many of a chunk's last rows attend everything
+///   dense_rows                     index_t: how many of a chunk's last rows attend everything
 template <class P>
 concept line_pattern = prompt_pattern<P> && P::chooses_lines && has_parameters<P> &&
     requires(const P p, index_t at, host_vector<index_t>& rows, const sampled_attention& seen, line_cover& cover,
@@ -45,35 +45,35 @@ index_t dense_rows_of(const P& pattern) {
   return 0;
 }
 
-/// A line pattern that says whether vertical lines of all turns are added to what a filter lets decode steps read.
+/// A line pattern that may add the vertical lines of all turns to a filter's candidates.
 ///   adds_to_reading() -> bool
 template <class P>
 concept lasting_pattern = line_pattern<P> && requires(const P p) {
   { p.adds_to_reading() } -> std::same_as<bool>;
 };
 
-/// A line pattern that a device can run: it says of every line whether it is taken whatever its weight. It may be asked
-/// to take more by the sampled attention, as covering_pattern or counted_pattern.
+/// A line pattern that a device can run: it knows of every line whether it is chosen whatever its weight. As
+/// covering_pattern or counted_pattern it chooses more lines by the sampled attention.
 ///   takes_slash(distance), takes_column(position) -> bool
 template <class P>
 concept device_line_pattern = line_pattern<P> && std::is_trivially_copyable_v<P> && requires(const P p, index_t at) {
   { p.takes_slash(at) } -> std::same_as<bool>;
   { p.takes_column(at) } -> std::same_as<bool>;
 };
-/// One whose lines carry a share of the sampled weight: always the line that covers most for its length.
-///   covered_share() -> float     with what rounding may take; 0: nothing beside the lines that are always taken
+/// A pattern whose lines carry a share of the sampled weight: the line that covers most for its length comes first.
+///   covered_share() -> float     the share and a margin for rounding; 0: only the lines that are always chosen
 template <class P>
 concept covering_pattern = device_line_pattern<P> && requires(const P p) {
   { p.covered_share() } -> std::same_as<float>;
 };
-/// A covering one that may want its lines as LoopServe published them, by bounds (math/published_walk.hpp), and lines
-/// that are always taken beside them.
-///   covers_as_published() -> bool     of a chunk whose lines are to be chosen: asked on the host
+/// A covering pattern that may choose its lines as LoopServe published them, by bounds (math/published_walk.hpp),
+/// beside lines that are always chosen.
+///   covers_as_published() -> bool     for the chunk's choice; called on the host
 template <class P>
 concept published_pattern = covering_pattern<P> && requires(const P p) {
   { p.covers_as_published() } -> std::same_as<bool>;
 };
-/// One that takes so many lines of each kind, the heaviest; those that are always taken count.
+/// A pattern with a fixed number of lines of each kind: the heaviest. Lines that are always chosen count.
 ///   columns(), diagonals() -> index_t
 template <class P>
 concept counted_pattern = device_line_pattern<P> && requires(const P p) {
@@ -81,7 +81,7 @@ concept counted_pattern = device_line_pattern<P> && requires(const P p) {
   { p.diagonals() } -> std::same_as<index_t>;
 };
 
-/// Whether a prefill policy runs on a device; what it lacks is said in a sentence.
+/// Whether a prefill policy runs on a device. A sentence says what it lacks.
 template <class P>
 constexpr bool check_device_prefill() {
   static_assert(!P::chooses_lines || device_line_pattern<P>,
@@ -90,7 +90,7 @@ constexpr bool check_device_prefill() {
   return !P::chooses_lines || device_line_pattern<P>;
 }
 
-/// Whether a type is a prefill policy; what it lacks is said in a sentence.
+/// Whether a type is a prefill policy. A sentence says what it lacks.
 template <class P>
 constexpr bool check_prefill() {
   static_assert(

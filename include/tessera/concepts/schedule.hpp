@@ -1,4 +1,4 @@
-// Schedule: when again? Says at which moments the first stage chooses anew.
+// Schedule: when? The moments at which the first stage chooses.
 #pragma once
 
 #include <concepts>
@@ -11,25 +11,25 @@ TESSERA_NAMESPACE_BEGIN
 /// The moments at which a cache asks its schedule.
 enum class moment {
   prompt_end,  ///< a turn's prompt has passed through every layer
-  step_begin,  ///< a decode step's tokens are stored, and nothing has been read for them yet
+  step_begin,  ///< a decode step's tokens are stored and not yet attended
   step_end,    ///< a decode step has been attended
-  chunk_end    ///< more of a prompt is about to be written, and what was written before has been attended
+  chunk_end    ///< a chunk of a prompt has been attended, and another one is about to be written
 };
 
-/// Where a conversation stands when its schedule is asked.
+/// The clock of a conversation at a moment.
 struct turn_clock {
-  index_t turn = 0;     ///< prompts that have ended, the one that ends now included
-  index_t steps = 0;    ///< decode steps since the turn's prompt ended, the one that is asked about included
+  index_t turn = 0;     ///< ended prompts, one that ends now included
+  index_t steps = 0;    ///< decode steps since the turn's prompt ended, the present one included
   index_t outputs = 0;  ///< tokens of these steps
-  index_t tokens = 0;   ///< of them, those of the step that is asked about
-  index_t waiting = 0;  ///< prompt tokens that came since the first stage chose last, or since the turn began
+  index_t tokens = 0;   ///< tokens of the present step
+  index_t waiting = 0;  ///< prompt tokens since the first stage chose last, or since the turn began
   index_t coming = 0;   ///< prompt tokens that are about to be written
 };
 
-/// A policy that says when the first stage chooses.
+/// A policy of when the first stage chooses.
 ///   name
-///   fires_at(moment)        static: whether it can fire at such a moment at all, known when compiling
-///   due(moment, clock)      whether to choose now; asked on the host before the moment comes
+///   fires_at(moment)        static constexpr: whether it can fire at this kind of moment
+///   due(moment, clock)      whether to choose now; called on the host before the moment
 /// One with parameters has check() and parameters(self, visit) too.
 template <class S>
 concept schedule = requires(const S s, moment now, const turn_clock& at) {
@@ -38,7 +38,7 @@ concept schedule = requires(const S s, moment now, const turn_clock& at) {
   { s.due(now, at) } -> std::same_as<bool>;
 };
 
-/// Whether a type is a schedule; what it lacks is said in a sentence.
+/// Whether a type is a schedule. A sentence says what it lacks.
 template <class S>
 constexpr bool check_schedule() {
   static_assert(

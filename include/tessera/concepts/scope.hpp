@@ -1,4 +1,4 @@
-// Scope: whose? Says whether every kv_head chooses for itself, or all heads of a layer together.
+// Scope: whose? Whether every kv_head chooses for itself, or several heads choose together.
 #pragma once
 
 #include <concepts>
@@ -11,18 +11,18 @@ TESSERA_NAMESPACE_BEGIN
 
 /// A scope in which all heads of a layer keep the same slots. Their scores become one row before the scorer's last
 /// pass; budget and selector then see one head.
-///   join(joined, score) -> float     joined: of the heads before; the first head's score stands alone. TESSERA_HD
-///   joined(total, heads) -> float    heads: query heads that the total adds up, or kv_heads where no query was asked
-///                                    or a group's rows are not summed. TESSERA_HD
+///   join(joined, score) -> float     joined: of the previous heads, at first the first head's score. TESSERA_HD
+///   joined(total, heads) -> float    heads: query heads in the total, or kv_heads where there are no queries or a
+///                                    group's rows are not summed. TESSERA_HD
 template <class S>
 concept joining_scope = requires(const S s, float score, index_t heads) {
   { s.join(score, score) } -> std::same_as<float>;
   { s.joined(score, heads) } -> std::same_as<float>;
 };
 
-/// A joining scope in which layers keep what another one has chosen, where a cache chooses at a prompt's end.
-///   chooser(place) -> index_t        of the layers that follow the recipe, counted from 0: whose set the place-th
-///                                    keeps; at most `place`
+/// A joining scope in which layers reuse the choice of an earlier one, where a cache chooses at a prompt's end.
+///   chooser(i) -> index_t            of the layers that follow the recipe, counted from 0: the one whose choice the
+///                                    i-th keeps; at most `i`
 ///   check(), parameters(self, visit) as every policy has them
 template <class S>
 concept reusing_scope = joining_scope<S> && requires(const S s, index_t place) {
@@ -30,14 +30,14 @@ concept reusing_scope = joining_scope<S> && requires(const S s, index_t place) {
   s.check();
 };
 
-/// A scope in which one threshold runs over the heads of all layers.
+/// A scope with one threshold for the heads of all layers.
 template <class S>
 concept model_scope = requires {
   requires S::over_model;
 };
 
-/// A scope in which the query heads of a group may choose apart, each a list of its own over what their kv_head stores.
-/// Only for what is read: what is stored is their kv_head's.
+/// A scope in which the query heads of a group may choose apart, each among the stored tokens of its kv_head. Only for
+/// what is read: tokens are stored by kv_head.
 ///   by_query_head() -> bool          whether they do
 ///   check(), parameters(self, visit) as every policy has them
 template <class S>
@@ -46,7 +46,7 @@ concept splitting_scope = requires(const S s) {
   s.check();
 };
 
-/// A policy that says which heads choose together.
+/// A policy of which heads choose together.
 ///   name, and `over_model`, or `join` and `joined` where the heads of a layer do; without them every kv_head chooses
 ///   for itself
 template <class S>
@@ -54,7 +54,7 @@ concept scope = std::is_trivially_copyable_v<S> && requires {
   { S::name } -> std::convertible_to<const char*>;
 } &&(joining_scope<S> || !requires { &S::join; });
 
-/// Whether a type is a scope; what it lacks is said in a sentence.
+/// Whether a type is a scope. A sentence says what it lacks.
 template <class S>
 constexpr bool check_scope() {
   static_assert(

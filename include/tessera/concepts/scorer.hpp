@@ -13,7 +13,7 @@ TESSERA_NAMESPACE_BEGIN
 
 /// A scorer's last pass over the scores of a head's candidates. Without any of these, scores stay as they are.
 ///   pooled() -> pooling_window            every score becomes the largest or the mean of its neighbours'
-///   finish_at(in, n, i) -> float          what score i becomes, from all scores of the head: TESSERA_HD
+///   finish_at(in, n, i) -> float          the finished score i, from all scores of the head: TESSERA_HD
 ///   finish(in, n, out, scratch)           the whole pass, on the host; out != in. Beside `finish_at`: the same, faster
 template <class S>
 concept pooling_scorer = requires(const S s) {
@@ -33,12 +33,12 @@ inline constexpr bool finishes_rightly = (pooling_scorer<S> || !requires { &S::p
                                          (slot_finishing_scorer<S> || !requires { &S::finish_at; }) &&
                                          (finishing_scorer<S> || !requires { &S::finish; });
 
-/// A scorer whose finished scores are multiplied by what another one finds in a token's value, after the budget has
+/// A scorer whose finished scores are multiplied by another scorer's score of a token's value, after the budget has
 /// counted.
 ///   weight                             a member: a contents_scorer of values. Where the engine gives the output
 ///                                      projection, the mean over the group of its scores of the projected values
-///   weighted(score, weight) -> float   what is selected by. TESSERA_HD
-///   taken_first(keep) -> index_t       of the `keep` slots of a head, tail included, so many are taken by the scores
+///   weighted(score, weight) -> float   the score of the selection. TESSERA_HD
+///   taken_first(keep) -> index_t       how many of a head's `keep` slots, tail included, are selected by the scores
 ///                                      alone. TESSERA_HD
 template <class S>
 concept weighted_scorer = requires(const S s, float x, index_t n) {
@@ -50,7 +50,7 @@ concept weighted_scorer = requires(const S s, float x, index_t n) {
   { s.taken_first(n) } -> std::same_as<index_t>;
 };
 
-/// A scorer whose scores are multiplied by what another one finds in a token's rows, before its last pass and the
+/// A scorer whose scores are multiplied by another scorer's score of a token's rows, before the last pass and the
 /// budget.
 ///   factor                                 a member: a contents_scorer
 ///   multiplied(score, factor) -> float     TESSERA_HD
@@ -60,17 +60,17 @@ concept multiplied_scorer = requires(const S s, float x) {
   { s.multiplied(x, x) } -> std::same_as<float>;
 };
 
-/// What a scorer may know of a segment of the text, from its finished scores.
+/// Statistics of a segment of the text, from its finished scores.
 struct segment_statistics {
   float importance = 0;
   float diversity = 0;
 };
 
-/// A scorer whose last pass, after those above, sees the segments of the text among a head's candidates.
-///   describe_segment(scores, n) -> segment_statistics     of one segment; scores that are not finite say nothing.
+/// A scorer whose last pass, after those above, uses the segments of the text among a head's candidates.
+///   describe_segment(scores, n) -> segment_statistics     of one segment; scores that are not finite are left out.
 ///                                                         TESSERA_HD
-///   rescored(score, own, most) -> float                   own: its segment's statistics; most: the largest importance
-///                                                         of all segments. TESSERA_HD
+///   rescored(score, segment, largest) -> float            segment: its statistics; largest: the largest importance of
+///                                                         all segments. TESSERA_HD
 /// Beside it, for devices: describe_segment(team, scores, n), the same by a team of lanes (core/one_lane.hpp).
 template <class S>
 concept segment_scorer = requires(const S s, const float* scores, index_t n, float x, const segment_statistics& own) {
@@ -85,35 +85,35 @@ inline constexpr row_join joins_rows_by = [] {
   return row_join::sum;
 }();
 
-/// How many rows saw a token is not counted, so a mean needs a window; a window of one query is its newest.
+/// Nobody counts how many rows see a token, so a mean needs a window; a window of one query is its newest.
 template <class S>
 inline constexpr bool rows_join_rightly = (joins_rows_by<S> != row_join::mean || S::observed == observes::window) &&
                                           (joins_rows_by<S> != row_join::newest ||
                                            S::observed == observes::every_query) &&
                                           (joins_rows_by<S> == row_join::sum || S::observed != observes::step);
 
-/// A scorer that says how many of the prompt's last queries it observes.
+/// A scorer that observes a fixed number of the prompt's last queries.
 template <class S>
 concept has_window = requires(S& s) {
   { s.window } -> std::same_as<index_t&>;
 };
 
-/// A scorer whose window goes on from prompts into answers and from turn to turn: it observes the newest queries,
-/// whoever they are, and can score whenever a schedule asks.
+/// A scorer whose window goes on from prompts into answers and from turn to turn: it observes the newest queries of the
+/// conversation, and can score at any moment of a schedule.
 ///   window_follows                       static: true
 template <class S>
 concept following_scorer = has_window<S> && S::observed == observes::window&& requires {
   requires S::window_follows;
 };
 
-/// A scorer that observes, of every query, those at positions that it takes.
+/// A scorer that observes only the queries at positions of its choice.
 ///   takes(position) -> bool
 template <class S>
 concept sampling_scorer = S::observed == observes::every_query&& requires(const S s, index_t position) {
   { s.takes(position) } -> std::same_as<bool>;
 };
 
-/// A policy that turns what it observed into scores.
+/// A policy that turns observations into scores.
 ///   name                                 its published name, or the quantity
 ///   observed                             one of `observes`
 ///   rows                                 one of `row_join`, where it is not the sum
@@ -170,11 +170,11 @@ constexpr bool check_scorer() {
   return scorer<S>;
 }
 
-/// Whether devices can run it: all but a last pass that is the host's alone.
+/// Whether devices can run it: its last pass must not be for the host alone.
 template <class S>
 concept device_scorer = scorer<S> &&(pooling_scorer<S> || slot_finishing_scorer<S> || !finishing_scorer<S>);
 
-/// Whether a scorer runs on a device; what it lacks, there or anywhere, is said in a sentence.
+/// Whether a scorer runs on a device. A sentence says what it lacks, there or anywhere.
 template <class S>
 constexpr bool check_device_scorer() {
   static_assert(check_scorer<S>());

@@ -8,14 +8,14 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Which queries a scorer has to see. The cache keeps what is declared here and nothing else.
+/// The queries that a scorer observes. The cache keeps what is declared here and nothing else.
 enum class observes {
-  nothing,      ///< no query: positions, or what is stored
+  nothing,      ///< no query: positions, or stored rows
   window,       ///< the last queries of a turn's prompt; scored once, when the prompt ends
   every_query,  ///< every query of the prompt and of decoding, accumulated as they come
   /// queries of a text that passes through the model once more before a prompt ends, accumulated as they come
   rereading,
-  statistics,  ///< what the queries of a turn's prompt are like: their mean and covariance
+  statistics,  ///< mean and covariance of the queries of a turn's prompt
   step         ///< the queries of one decode step: a retrieval scorer
 };
 
@@ -24,15 +24,15 @@ constexpr bool lies_beside_tokens(observes observed) {
   return observed == observes::every_query || observed == observes::rereading;
 }
 
-/// How what several query rows say of a token becomes its score. A scorer of queries names one as `rows`; else: sum.
+/// How the weights of several query rows become a token's score. A scorer of queries names one as `rows`; else: sum.
 enum class row_join {
   sum,
   mean,     ///< the sum divided by the rows; of a window
   maximum,  ///< of weights that are never below 0
-  newest    ///< what the newest query alone says, of every query that has come; its rows are summed over the group
+  newest    ///< the weight of the newest query alone; its rows are summed over the group
 };
 
-/// Which stored rows a scorer by contents reads.
+/// The stored rows that a scorer of contents reads.
 enum class stored_rows { keys, values };
 
 /// Scores by position alone.
@@ -42,12 +42,11 @@ concept positional_scorer = S::observed == observes::nothing&& requires(const S 
   { s.score(at, at) } -> std::same_as<float>;
 };
 
-/// Scores by what is stored of a token. Backends run over the channels of its row; sums are over channels, in any
-/// order.
+/// Scores by a token's stored row. Backends run over the channels of the row; sums are over channels, in any order.
 ///   reads                          one of `stored_rows`
-///   measures                       static constexpr int: numbers that a row's channels add up to, at most 4
-///   measure(x, anchor, sums)       adds what a channel's element says to sums [measures]; anchor: see below, 0 without
-///                                  one. TESSERA_HD
+///   measures                       static constexpr int: how many sums a row has, at most 4
+///   measure(x, anchor, sums)       adds a channel's element to sums [measures]; anchor: see below, 0 without one.
+///                                  TESSERA_HD
 ///   score(sums) -> float           of the row. TESSERA_HD
 template <class S>
 concept contents_scorer = S::observed == observes::nothing&& requires(const S s, float x, float* sums) {
@@ -64,7 +63,7 @@ concept anchored_scorer = contents_scorer<S> && requires(const S s, const float*
   { s.anchor_scale(sums) } -> std::same_as<float>;
 };
 
-/// What the elements of a channel are put on: x * factor + shift.
+/// The scale of a channel's elements: x * factor + shift.
 struct channel_scale {
   float factor, shift;
 };
@@ -77,9 +76,9 @@ struct channel_scale {
 ///   measures                           static constexpr int, at most 4
 ///   scale(low, high) -> channel_scale  of a channel: between the smallest and the largest finite element that the next
 ///                                      partition has in it (infinity and -infinity: it has none). TESSERA_HD
-///   measure(x, scale, sums)            adds what an element says on its channel's scale. TESSERA_HD
+///   measure(x, scale, sums)            adds an element on its channel's scale. TESSERA_HD
 ///   spread(sums, channels) -> float    of a row. TESSERA_HD
-///   ranked(rank) -> float              the score of the slot that so many of its partition rank behind. TESSERA_HD
+///   ranked(rank) -> float              the score of a slot with `rank` slots of its partition behind it. TESSERA_HD
 ///   outside(slot, stored) -> float     of a slot that is in no partition with a next one, `stored` slots in all.
 ///                                      TESSERA_HD
 template <class S>
@@ -94,7 +93,7 @@ concept lagged_scorer = S::observed == observes::nothing&& requires(const S s, f
   { s.outside(n, n) } -> std::same_as<float>;
 };
 
-/// Scores by what queries make of a key. The backends compute logits; a scorer says what one query row adds to a token.
+/// Scores by the logits of queries. The backends compute logits; a scorer weighs one query row's logit of a token.
 ///   weigh(logit, lse) -> float   lse: the log-sum-exp of the row over all keys that it sees
 /// A token's score is the sum of `weigh` over the observed rows and the query heads of its group, then `finish`.
 template <class S>
@@ -102,10 +101,10 @@ concept attentive_scorer = S::observed != observes::nothing&& requires(const S s
   { s.weigh(x, x) } -> std::same_as<float>;
 };
 
-/// Scores by what queries are like, not by what each of them sees. Backends take mean and covariance of a prompt's
-/// queries from position `sinks` on, turned back to position 0, and turn them by the mean of RoPE's rotations over the
-/// next `future` positions; so a key's logits have a mean and a variance. A score is the softmax of `expect` over the
-/// stored tokens behind the sinks, averaged over the group; the sinks' is infinity.
+/// Scores by statistics of queries. Backends compute mean and covariance of a prompt's queries from position `sinks`
+/// on, turned back to position 0, and turn them by the mean of RoPE's rotations over the next `future` positions. From
+/// these follow the mean and the variance of a key's logits. A score is the softmax of `expect` over the stored tokens
+/// behind the sinks, averaged over the group; the score of sinks is infinity.
 ///   sinks, future                        index_t members; future at least 1
 ///   expect(mean, variance) -> float      TESSERA_HD
 template <class S>
@@ -115,10 +114,10 @@ concept statistical_scorer = S::observed == observes::statistics&& requires(cons
   { s.expect(x, x) } -> std::same_as<float>;
 };
 
-/// A retrieval scorer that ranks segments of the text, all tokens of one alike: by the mean of the keys that are stored
-/// of it and the mean query of the segment that is being written. Backends keep both.
+/// A retrieval scorer that ranks segments of the text, all tokens of a segment alike: by the mean of the segment's
+/// stored keys and the mean query of the answer's present segment. Backends keep both.
 ///   start                        first stored slots that come before all others
-///   whole                        while the segment that is being written has no more tokens, a step reads everything
+///   whole                        a step reads everything while the answer's present segment has at most `whole` tokens
 ///   weigh(logit, 0) -> float     of the two means' logit, summed over the group
 template <class S>
 concept segment_mean_scorer = S::observed == observes::step&& attentive_scorer<S>&& requires(const S s) {
@@ -134,12 +133,12 @@ concept segment_mean_scorer = S::observed == observes::step&& attentive_scorer<S
 /// times row_scale. A slot's score is the sum over the rows that see it of its page's logit or, where `normalised`, of
 /// the softmax of these logits, soft-capped by the rule, over the slots that the row sees: a page counts its slots. A
 /// logit that is NaN or +infinity is left out of its row's softmax and ranks its page last; a row with a query that is
-/// not finite says nothing; a slot that no row sees ranks behind all others.
+/// not finite adds nothing; a slot that no row sees ranks last.
 ///   page, channels                     index_t; 0 where they follow from the budget, at least 1 once fitted
 ///   fitted(ratio, k_dim)               this scorer with both set: keys are to be estimated from 1 / ratio of their
 ///                                      bytes
 ///   normalised                         see above
-///   adds_mean_value                    whether what is not attended is made up for by the mean of V
+///   adds_mean_value                    whether the mean of V replaces tokens that are not attended
 ///   takes_upper(own, total) -> bool
 ///   row_scale(scale, chosen, whole) -> float   scale: the rule's; sums of the row's |q| over the chosen and all
 ///                                              channels
@@ -161,7 +160,7 @@ concept scorer_of_a_kind = positional_scorer<S> || contents_scorer<S> || lagged_
 
 namespace detail {
 
-/// What a type names says which kind of scorer it is meant to be, where what it observes leaves that open.
+/// The kind of scorer that a type is meant to be, by its members, where `observed` leaves it open.
 template <class S>
 inline constexpr bool names_pages = requires {
   &S::page;
@@ -309,7 +308,7 @@ constexpr void check_paged_scorer() {
       "tessera: a paged scorer needs float row_scale(float scale, float chosen, float whole) const");
 }
 
-/// Of a type that is no kind of scorer: which members the kind lacks that it is meant to be.
+/// Of a type that is no kind of scorer: asserts the members of the kind that it is meant to be.
 template <class S>
 constexpr void check_scorer_kind() {
   if constexpr (S::observed == observes::statistics) {

@@ -10,8 +10,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// A selector that takes the best units of so many consecutive slots as top_blocks takes blocks (of 1: as top_tokens
-/// takes tokens), so that backends may search for them their own way.
+/// A selector of the best units of `unit_slots` consecutive slots, as top_blocks chooses blocks (1: as top_tokens
+/// chooses tokens). Backends may search for them in their own way.
 ///   unit_slots() -> index_t     at least 1; 1 where the unit is token_unit
 template <class S>
 concept best_units_selector = requires(const S s) {
@@ -25,13 +25,13 @@ concept plain_selector = requires(const S s, const float* scores, index_t n, ind
   { s.choose(scores, n, n, n, out) } -> std::same_as<index_t>;
 };
 
-/// A selector that sees which slots are one segment of the text. The best `keep` of the candidates say how many slots
-/// each segment gets (as top_tokens takes them); the selector says which, segment by segment.
+/// A selector that chooses in each segment of the text. The best `keep` candidates (as top_tokens chooses) fix how many
+/// slots each segment gets; the selector chooses which, segment by segment.
 ///   choose_in_segment(scores, n, keep, out) -> index_t
-///       scores [n] of the segment's candidates in slot order, 1 <= keep <= n <= most_segment_tokens: writes exactly
-///       `keep` strictly ascending places in [0, n); returns the size of the blocks that it took. TESSERA_HD, for all
+///       scores [n] of the segment's candidates in slot order, 1 <= keep <= n <= max_segment_tokens: writes exactly
+///       `keep` strictly ascending indexes in [0, n); returns the size of the chosen blocks. TESSERA_HD, for all
 ///       backends; needs no memory of the caller. Beside it, for devices: choose_in_segment(team, scores, n, keep, out,
-///       sums), the same by a team of lanes (core/one_lane.hpp); sums [most_segment_tokens / 2], of double, is theirs
+///       sums), the same by a team of lanes (core/one_lane.hpp); sums [max_segment_tokens / 2], of double, is theirs
 ///       to use.
 template <class S>
 concept segment_selector = requires(const S s, const float* scores, index_t n, index_t* out) {
@@ -49,7 +49,7 @@ concept host_selector = requires(const S s, const float* scores, index_t n, inde
 ///   select(scores, n, tail, keep, out, scratch)       writes strictly ascending slots, returns how many: min(keep, n).
 ///       The newest `tail` of the n slots are always chosen (the newest `keep` of them when keep < tail).
 ///       Deterministic: score descending, ties to the lower index, NaN last. Or `choose`, see above.
-///   choose_in_segment                                 in place of `select`, where it sees segments: see above
+///   choose_in_segment                                 in place of `select`, for a selector of segments: see above
 ///   check()                                           throws tessera::error on parameters that make no sense
 template <class S>
 concept selector = std::is_trivially_copyable_v<S> &&
@@ -59,7 +59,7 @@ concept selector = std::is_trivially_copyable_v<S> &&
   s.check();
 };
 
-/// What a selector that sees no segments chooses, on the host.
+/// The choice of a selector without segments, on the host.
 template <class S>
 index_t choose_slots(const S& selector, const float* scores, index_t n, index_t tail, index_t keep, index_t* out,
                      top_k_scratch& scratch) {
@@ -70,7 +70,7 @@ index_t choose_slots(const S& selector, const float* scores, index_t n, index_t 
   }
 }
 
-/// Whether a type is a selector; what it lacks is said in a sentence.
+/// Whether a type is a selector. A sentence says what it lacks.
 template <class S>
 constexpr bool check_selector() {
   static_assert(std::is_trivially_copyable_v<S>, "tessera: a selector must be trivially copyable");

@@ -1,4 +1,4 @@
-// How the elements of a K or V row lie in memory: as they are given, or encoded.
+// How the elements of a K or V row lie in memory: raw, or encoded.
 #pragma once
 
 #include <concepts>
@@ -23,7 +23,7 @@ concept encoding = element<typename E::element_type> && std::is_trivially_copyab
   { E::scale_of(x) } -> std::same_as<float>;
 });
 
-/// Elements as they are given: scorers and indexes may take pointers to them.
+/// Raw elements: scorers and indexes may have pointers to them.
 template <element T>
 struct raw_elements {
   using element_type = T;
@@ -43,12 +43,12 @@ struct fp8_elements {
   }
 };
 
-/// What `encoding_of` says of an encoding.
+/// The type that `encoding_of` names: of an encoding, itself.
 template <class E>
 struct encoding_or_raw {
   using type = E;
 };
-/// What `encoding_of` says of an element type.
+/// Of an element type, its raw encoding.
 template <element T>
 struct encoding_or_raw<T> {
   using type = raw_elements<T>;
@@ -58,7 +58,7 @@ struct encoding_or_raw<T> {
 template <class E>
 using encoding_of = typename encoding_or_raw<std::remove_const_t<E>>::type;
 
-/// What a view is made with: the element type of a raw encoding, else the encoding.
+/// The first argument of a view: the element type of a raw encoding, else the encoding.
 template <encoding E>
 using view_element =
     std::conditional_t<std::is_same_v<E, raw_elements<typename E::element_type>>, typename E::element_type, E>;
@@ -72,21 +72,21 @@ TESSERA_SHARED_NAMESPACE_END
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Encodes one row: element d of `from` goes to to[d * stride]. Returns the row's scale, 1 where rows have none.
-template <encoding E, row_element From>
-TESSERA_HD float encode_row(const From* from, int dim, typename E::stored_type* to, offset_t stride) {
+/// Encodes one row: writes source[d] to target[d * stride]. Returns the row's scale, 1 where rows have none.
+template <encoding E, row_element Source>
+TESSERA_HD float encode_row(const Source* source, int dim, typename E::stored_type* target, offset_t stride) {
   float scale = 1;
   if constexpr (E::scaled) {
     float largest = 0;
     for (int d = 0; d < dim; ++d) {
-      const float x = float(from[d]), size = x < 0 ? -x : x;
+      const float x = float(source[d]), size = x < 0 ? -x : x;
       if (size < infinity && size > largest) largest = size;
     }
     scale = E::scale_of(largest);
   }
   using stored = typename E::stored_type;
   for (int d = 0; d < dim; ++d) {
-    to[d * stride] = static_cast<stored>(E::scaled ? float(from[d]) / scale : float(from[d]));
+    target[d * stride] = static_cast<stored>(E::scaled ? float(source[d]) / scale : float(source[d]));
   }
   return scale;
 }

@@ -29,8 +29,8 @@ template <class Got>
   throw error(text.str());
 }
 
-/// Throws as `fail` does unless `holds`. Its texts are made in any case: what every layer of a step passes for every
-/// sequence asks by itself and calls `fail`.
+/// Throws as `fail` does unless `holds`. It always makes its texts: code that every layer of a step runs for every
+/// sequence compares by itself and calls `fail`.
 template <class Got>
 void require(bool holds, std::string_view name, const Got& got, std::string_view allowed, std::string_view cure) {
   if (!holds) fail(name, got, allowed, cure);

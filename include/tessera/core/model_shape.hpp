@@ -1,4 +1,4 @@
-// What a cache must know of its model, and the checks of what comes in.
+// A model's shape, and checks of the rows that callers pass.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Rows that say their head dim must have this one.
+/// Checks the head dim of rows, where they have one.
 template <class T>
 void require_dim(const rows_view<T>& rows, index_t dim, const char* name) {
   if (rows.dim != 0 && rows.dim != dim) {

@@ -11,17 +11,17 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// The numbers that a parameter may be, both ends included. Whatever checks, explains or tries a parameter asks here.
+/// The values that a parameter may have, both ends included. Checks, messages and tests of a parameter use it.
 template <class T>
 struct value_range {
-  T least, most;
+  T least, largest;
 
-  constexpr bool holds(T value) const { return value >= least && value <= most; }  // never for NaN
+  constexpr bool holds(T value) const { return value >= least && value <= largest; }  // never for NaN
 
   std::string text() const {
     std::ostringstream both;
     both << least;
-    if (most != least) both << " to " << most;
+    if (largest != least) both << " to " << largest;
     return both.str();
   }
 
@@ -34,7 +34,7 @@ struct value_range {
 template <class T>
 value_range(T, T) -> value_range<T>;  // for clang 16
 
-/// The words of `one_word_of`, in their order: of "max or average" two, of "off, low or high" three.
+/// The words of `one_word_of`, in order: "max or average" has two, "off, low or high" has three.
 inline host_vector<std::string> words_of(const std::string& text) {
   host_vector<std::string> words{""};
   for (std::size_t at = 0; at < text.size();) {
@@ -58,12 +58,12 @@ struct one_word_of {
   void check(const char*, const T&, const std::string&) const {}
 };
 
-/// No count of tokens is larger: then its sum with a sequence's length fits index_t, and its product with one offset_t.
-inline constexpr index_t most_tokens = 1 << 24;
+/// The largest count of tokens. Its sum with a sequence's length fits index_t, its product with one fits offset_t.
+inline constexpr index_t max_tokens = 1 << 24;
 
 /// What a token budget per kv_head may be.
-inline constexpr value_range<index_t> token_budgets{1, most_tokens};
-inline constexpr value_range<index_t> estimating_budgets{16, most_tokens};  ///< where it pays for an estimate of keys
+inline constexpr value_range<index_t> token_budgets{1, max_tokens};
+inline constexpr value_range<index_t> estimating_budgets{16, max_tokens};  ///< where it pays for an estimate of keys
 
 /// A visitor that looks at nothing: what the concepts try `parameters` with.
 struct ignore_parameters {
@@ -72,7 +72,7 @@ struct ignore_parameters {
 };
 
 /// A policy that shows every run-time parameter: `static void parameters(self, visit)` calls
-/// `visit(name, self.member, value_range{least, most}, "what it means")` for each of them.
+/// `visit(name, self.member, value_range{least, largest}, "what it means")` for each of them.
 template <class P>
 concept has_parameters = requires(P& policy) {
   P::parameters(policy, ignore_parameters{});

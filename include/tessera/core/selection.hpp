@@ -28,7 +28,7 @@ struct selection {
 
   index_t rows() const { return index_t(counts.size()); }
 
-  /// Makes room for rows of at most `capacity[r]` indices each; every count starts at 0.
+  /// Allocates rows of at most `capacity[r]` indices; every count is 0 then.
   void reset(const host_vector<index_t>& capacity) {
     offsets.assign(1, 0);
     for (const index_t c : capacity) offsets.push_back(offsets.back() + c);
@@ -36,10 +36,10 @@ struct selection {
     indices.assign(std::size_t(offsets.back()), no_index);
   }
 
-  /// The rows of another one behind those that are here.
+  /// Appends the rows of another selection.
   void append(const selection& more) {
-    const offset_t before = offsets.back();
-    for (std::size_t r = 1; r < more.offsets.size(); ++r) offsets.push_back(before + more.offsets[r]);
+    const offset_t end = offsets.back();
+    for (std::size_t r = 1; r < more.offsets.size(); ++r) offsets.push_back(end + more.offsets[r]);
     counts.insert(counts.end(), more.counts.begin(), more.counts.end());
     indices.insert(indices.end(), more.indices.begin(), more.indices.end());
   }

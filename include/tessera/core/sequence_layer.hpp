@@ -1,4 +1,4 @@
-// A layer of a sequence, which caches keep everything by, and tables with an entry for each.
+// One layer of one sequence: the key of everything in a cache. Tables with an entry for each.
 #pragma once
 
 #include "config.hpp"
@@ -16,7 +16,7 @@ struct sequence_layer {
 /// Some layers of some sequences.
 using sequence_layers = host_vector<sequence_layer>;
 
-/// The order of tables in which a sequence's layers stand together: another sequence is appended.
+/// A table order in which the layers of a sequence stand together, so that a sequence can be appended.
 struct sequence_major {
   index_t layers = 0;
   TESSERA_INLINE std::size_t index(sequence_layer owner) const {
@@ -24,7 +24,7 @@ struct sequence_major {
   }
 };
 
-/// The order of tables in which a layer's sequences stand together, as a step of one layer reads them.
+/// A table order in which the sequences of a layer stand together, as a step of one layer reads them.
 struct layer_major {
   index_t sequences = 0;
   TESSERA_INLINE std::size_t index(sequence_layer owner) const {
@@ -35,23 +35,23 @@ struct layer_major {
   }
 };
 
-/// A T for every layer of every sequence that was opened. Room stays when a sequence is closed.
+/// A T for every layer of every sequence that was opened. Closing a sequence releases no memory.
 template <class T>
 class sequence_table {
  public:
   explicit sequence_table(index_t layers) : order_{layers} {}
 
-  /// Makes room for a sequence; entries that had none are copies of `fresh`. Entries that are there stay as they are.
-  void open(index_t id, const T& fresh = {}) {
+  /// Adds entries up to those of sequence `id`, copies of `initial`. Entries that exist keep their values.
+  void open(index_t id, const T& initial = {}) {
     const std::size_t wanted = order_.index({0, id + 1});
-    if (entries_.size() < wanted) entries_.resize(wanted, fresh);
+    if (entries_.size() < wanted) entries_.resize(wanted, initial);
   }
-  /// Makes room for a sequence, with a fresh T in each of its layers. The old entries' memory is given back.
+  /// Adds entries up to those of sequence `id` and empties its own, which releases their memory.
   void open_empty(index_t id) {
     open(id);
     clear(id);
   }
-  /// A fresh T in each layer of an open sequence.
+  /// Makes each layer's entry of an open sequence a T{}.
   void clear(index_t id) {
     for (index_t layer = 0; layer < order_.layers; ++layer) (*this)[sequence_layer{layer, id}] = T{};
   }

@@ -20,15 +20,14 @@ struct row_strides {
   offset_t dim = 1;
 };
 
-/// Where a slot lives: the index that `row_strides::outer` multiplies, and the row that `row_strides::token`
-/// multiplies.
+/// The address of a slot: `row_strides::outer` multiplies `outer`, `row_strides::token` multiplies `row`.
 struct slot_address {
   offset_t outer;
   offset_t row;
 };
 
-/// The scales of encoded rows: row r of K has `k[r]`, of V `v[r]`, where r of (sequence, head, slot) is
-/// outer * `outer` + head * `head` + row * `token`, of the address that the view's table gives. Null: rows have none.
+/// The scales of encoded rows. The row at address (outer, row) of a head has the scale number
+/// outer * `outer` + head * `head` + row * `token`, in `k` and in `v`. Null: rows have no scales.
 template <class S>
 struct row_scales {
   S* k = nullptr;
@@ -36,8 +35,8 @@ struct row_scales {
   offset_t outer = 0;
   offset_t head = 0;
   offset_t token = 1;
-  TESSERA_HD TESSERA_INLINE offset_t index(const slot_address& at, index_t head_index) const {
-    return at.outer * outer + head_index * head + at.row * token;
+  TESSERA_HD TESSERA_INLINE offset_t index(const slot_address& slot, index_t head_index) const {
+    return slot.outer * outer + head_index * head + slot.row * token;
   }
   /// The same scales, only read.
   template <std::same_as<const S> Read>
@@ -98,8 +97,8 @@ struct csr_table {
   TESSERA_HD TESSERA_INLINE index_t tables(index_t) const { return tables_per_sequence; }
 };
 
-/// A table of pages whose ids lie in memory, one a sequence or one a (sequence, kv_head): what hands out, frees or
-/// renames pages needs them.
+/// A table of pages whose ids lie in memory, for each sequence or each (sequence, kv_head). Operations that hand out,
+/// free or rename pages need one.
 ///   page                             slots of a page, at least 1: of all sequences and heads alike
 ///   pages(sequence, head)            the ids behind the slots, in order
 ///   tables(kv_heads) -> index_t      of a sequence: 1, or kv_heads
@@ -121,16 +120,16 @@ concept computed_page_table = requires(const T table, index_t i) {
   { table.page_of(i, i, i) } -> std::same_as<index_t>;
 };
 
-/// A table whose slots lie in pages, in whichever way it finds them. Attention then looks a page up once and steps
-/// through its rows (`takes_paged_path`). It reads the same rows either way, and gives the same bits.
+/// A table whose slots lie in pages. Attention looks a page up once and steps through its rows (`takes_paged_path`).
+/// It reads the same rows as a look-up of every slot, and gives the same bits.
 template <class T>
 concept paged_table = page_table<T> || computed_page_table<T>;
 static_assert(page_table<block_table> && page_table<csr_table> && paged_table<csr_table>);
 static_assert(!paged_table<contiguous> && !paged_table<ragged>);
 
 /// Some of the slots behind another table: slot `s` of (sequence, head) is that table's slot
-/// `slots[begin[sequence * kv_heads + head] + s]`. A view over candidates looks like a smaller cache to every
-/// operation; where slot and position coincide behind it, the lists are the view's `positions` too.
+/// `slots[begin[sequence * kv_heads + head] + s]`. To every operation a view over candidates is a smaller cache. Where
+/// slot and position coincide behind `table`, `slots` also serves as the view's `positions`.
 template <class Table>
 struct filtered {
   Table table{};
@@ -144,14 +143,14 @@ struct filtered {
 
 /// What is known of a view's positions.
 enum class slot_order {
-  unsaid,    ///< operations look whether they ascend: the CPU before it works, the device beside the work
-  ascending  ///< who filled them has seen to it: nobody looks
+  unsaid,    ///< operations check that they ascend: the CPU before it works, the device beside the work
+  ascending  ///< the caller guarantees it: no check
 };
 
 /// Stored keys and values of a batch, one layer.
 ///
 /// `E` is an element type, or an encoding (core/encoding.hpp) whose rows may have scales; const for what is only read.
-/// A view of memory that may be written is taken wherever one that only reads is asked for.
+/// A view of memory that may be written converts to one that only reads.
 /// Shapes   K [sequences, kv_heads, slots, k_dim], V [.., v_dim] in any strides, behind any table.
 /// Lengths  `lengths[sequence * length_strides.sequence + head * length_strides.head]`; head stride 0 = one per
 ///          sequence.
@@ -197,12 +196,12 @@ struct kv_view {
     return lengths[sequence * length_strides.sequence + head * length_strides.head];
   }
   TESSERA_HD TESSERA_INLINE stored_type* key(index_t sequence, index_t head, index_t slot) const {
-    const slot_address at = table.locate(sequence, head, slot);
-    return k + at.outer * k_strides.outer + head * k_strides.head + at.row * k_strides.token;
+    const slot_address address = table.locate(sequence, head, slot);
+    return k + address.outer * k_strides.outer + head * k_strides.head + address.row * k_strides.token;
   }
   TESSERA_HD TESSERA_INLINE stored_type* value(index_t sequence, index_t head, index_t slot) const {
-    const slot_address at = table.locate(sequence, head, slot);
-    return v + at.outer * v_strides.outer + head * v_strides.head + at.row * v_strides.token;
+    const slot_address address = table.locate(sequence, head, slot);
+    return v + address.outer * v_strides.outer + head * v_strides.head + address.row * v_strides.token;
   }
   /// What the stored elements of a slot's key, or value, are multiplied by.
   TESSERA_HD TESSERA_INLINE float key_scale(index_t sequence, index_t head, index_t slot) const {
@@ -250,8 +249,8 @@ struct kv_view {
   }
 };
 
-/// Whether attention on the GPU looks up pages of this view, and not every slot: where its table is a `paged_table`. An
-/// engine with a table of its own may assert it. Rows behind `contiguous` and `ragged` are not looked up at all: false.
+/// Whether attention on the GPU looks up the pages of this view instead of every slot: true where its table is a
+/// `paged_table`. An engine with its own table may assert it. Rows behind `contiguous` and `ragged` need no look-up.
 /// Which pages gain is known at run time. Decode steps without a selection: pages of 16 slots, or of a multiple of 32.
 /// Prompts of raw fp16 or bf16 rows, on sm_90: pages of a multiple of 8 slots. The CPU looks every slot up.
 template <class View>
@@ -259,8 +258,8 @@ inline constexpr bool takes_paged_path = paged_table<std::remove_cvref_t<decltyp
 
 /// Rows of queries (or outputs, or new keys and values) of a batch: X [sequences, tokens, heads, dim].
 ///
-/// `T` is const for rows that are only read. Rows that may be written are taken wherever such are asked for; a template
-/// that has to find out the element type takes `rows_view` of anybody's type, see `common_element`.
+/// `T` is const for rows that are only read. Rows that may be written convert to these. A template that deduces the
+/// element type takes a `rows_view` of any type: see `common_element`.
 template <class T>
 struct rows_view {
   static_assert(row_element<std::remove_const_t<T>>, "tessera: rows hold float, fp16, bf16 or fp8; see as_elements");
@@ -271,15 +270,15 @@ struct rows_view {
   index_t sequences = 1;
   index_t tokens = 0;
   index_t heads = 0;
-  index_t dim = 0;  ///< elements of a row; 0: not said; checked where it is (core/model_shape.hpp)
+  index_t dim = 0;  ///< elements of a row; 0: unknown; otherwise checked (core/model_shape.hpp)
 
   TESSERA_HD TESSERA_INLINE T* row(index_t sequence, index_t token, index_t head) const {
     return data + sequence * sequence_stride + token * token_stride + head * head_stride;
   }
   /// The rows of one sequence; null stays null.
-  TESSERA_HD TESSERA_INLINE rows_view one(index_t sequence) const {
+  TESSERA_HD TESSERA_INLINE rows_view sequence(index_t b) const {
     rows_view result = *this;
-    if (data) result.data += sequence * sequence_stride;
+    if (data) result.data += b * sequence_stride;
     result.sequences = 1;
     return result;
   }
@@ -290,13 +289,13 @@ struct rows_view {
   }
 };
 
-/// Any rows, only read: for calls that find out the element type of a `rows_view<const E>`.
+/// The same rows, only read: for calls that deduce the element type of a `rows_view<const E>`.
 template <class T>
 TESSERA_HD TESSERA_INLINE constexpr rows_view<const T> read_only(const rows_view<T>& rows) {
   return rows;
 }
 
-/// What `common_element` says.
+/// The type that `common_element` names.
 template <class First, class... Others>
 struct element_in_common {
   static_assert((std::is_same_v<std::remove_const_t<First>, std::remove_const_t<Others>> && ...),
@@ -304,17 +303,17 @@ struct element_in_common {
   using type = std::remove_const_t<First>;
 };
 
-/// The element type E that the rows of one call have in common, of memory that may be written or not. A call that only
-/// reads its rows, whatever they hold, hands them on by it; from there on they are `rows_view<const E>`:
+/// The element type E that the rows of one call have in common, of memory that may be written or not. A public call
+/// deduces it and passes its rows on as `rows_view<const E>`:
 ///   template <class K, class V, class Q = K>   // the default: q may be {}
 ///   void prefill(const rows_view<Q>& q, const rows_view<K>& k, const rows_view<V>& v) {
-///     take_rows<common_element<Q, K, V>>(q, k, v);
+///     store_rows<common_element<Q, K, V>>(q, k, v);
 ///   }
 template <class... T>
 using common_element = typename element_in_common<T...>::type;
 
-/// Query heads m, m + step, ... of rows: with step the group's size, the m-th of every group, as a model has them whose
-/// groups are of one. Null stays null.
+/// Query heads m, m + step, ... of rows. With the group's size as step: the m-th query head of every group, so that
+/// each KV head has one. Null stays null.
 template <class T>
 TESSERA_INLINE rows_view<T> every_head(rows_view<T> rows, index_t m, index_t step) {
   if (rows.data) rows.data += m * rows.head_stride;

@@ -19,7 +19,7 @@ struct full_tails {
   void check() const { check_parameters(*this); }
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("tail", self.tail, value_range{1, most_tokens},
+    visit("tail", self.tail, value_range{1, max_tokens},
           "newest tokens that are packed together, once there are so many");
   }
 };

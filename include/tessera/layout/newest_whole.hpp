@@ -20,7 +20,7 @@ struct newest_whole {
   void check() const { check_parameters(*this); }
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("tail", self.tail, value_range{1, most_tokens}, "newest tokens that stay whole");
+    visit("tail", self.tail, value_range{1, max_tokens}, "newest tokens that stay whole");
   }
 };
 

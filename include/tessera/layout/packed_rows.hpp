@@ -96,7 +96,7 @@ struct packed_rows {
   }
 
  private:
-  static constexpr value_range<index_t> segments{1, most_tokens};
+  static constexpr value_range<index_t> segments{1, max_tokens};
 
   template <class Channels>
   static constexpr index_t window_of() {
@@ -105,7 +105,7 @@ struct packed_rows {
   }
   template <class Channels>
   packed_format format(const Channels& channels, int dim) const {
-    return {resolved<element_type>(element), basis.channels(dim), channels.group_size(), channels.kept(dim),
+    return {resolved<element_type>(element), basis.channels(dim), channels.group_size(), channels.stored_channels(dim),
             vector_channels<Channels>};
   }
   /// What a search may choose always fits.
@@ -122,10 +122,11 @@ struct packed_rows {
   template <class Channels>
   void check_format(const Channels& channels, int dim, const packed_format& made) const {
     const std::string cure = "pass another share of the head dim, which is " + std::to_string(dim);
-    require(made.kept >= 1, "channels", std::to_string(made.kept) + " elements", "at least 1 element", cure);
-    require(made.kept % made.group == 0, "channels", std::to_string(made.kept) + " elements",
+    require(made.stored_channels >= 1, "channels", std::to_string(made.stored_channels) + " elements",
+            "at least 1 element", cure);
+    require(made.stored_channels % made.group == 0, "channels", std::to_string(made.stored_channels) + " elements",
             "a multiple of the group, which is " + std::to_string(made.group), cure);
-    require(made.kept <= made.channels, "channels", std::to_string(made.kept) + " elements",
+    require(made.stored_channels <= made.channels, "channels", std::to_string(made.stored_channels) + " elements",
             "at most what truncate leaves, which is " + std::to_string(made.channels), cure + ", or lower truncate");
     require(made.channels % made.group == 0, "truncate", std::to_string(made.channels) + " channels left",
             "a multiple of the group, which is " + std::to_string(channels.group_size()), "pass another share");

@@ -28,14 +28,14 @@ struct ragged_pages {
   index_t heads = usual_heads;
   index_t page = 16;
   clustering cluster = clustering::layer;
-  index_t most_pages = 0;    ///< of the pool; 0: as many as are asked for
+  index_t max_pages = 0;     ///< of the pool; 0: as many as are asked for
   share_table shares{};      ///< what heads are expected to keep; null: all alike
   index_t whole_layers = 0;  ///< so many of the first layers keep everything
 
   head_groups groups(index_t layers, index_t kv_heads) const {
     host_vector<double> expected;
     for (index_t i = 0; shares.data && i < layers * kv_heads; ++i) {
-      expected.push_back(i / kv_heads < whole_layers ? 1.0 : shares.at(i / kv_heads, i % kv_heads));
+      expected.push_back(i / kv_heads < whole_layers ? 1.0 : shares.share(i / kv_heads, i % kv_heads));
     }
     return group_heads(layers, kv_heads, heads == usual_heads ? (std::min)(heads, kv_heads) : heads, cluster, expected);
   }

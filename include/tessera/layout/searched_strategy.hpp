@@ -41,9 +41,9 @@ struct searched_strategy {
           "how far keys of a searched block may differ, of how far all do");
     visit("segment_loss", self.segment_loss, value_range{0.0f, 16777216.0f},
           "loss, summed over tokens, that ends a searched segment; 0: by `reference`");
-    visit("reference", self.reference, value_range{1, most_tokens},
+    visit("reference", self.reference, value_range{1, max_tokens},
           "tokens of the segment before whose loss ends a searched segment");
-    visit("least_segment", self.least_segment, value_range{32, most_tokens}, "least tokens of a searched segment");
+    visit("least_segment", self.least_segment, value_range{32, max_tokens}, "least tokens of a searched segment");
   }
 };
 

@@ -16,28 +16,28 @@ TESSERA_NAMESPACE_BEGIN
 class line_cover {
  public:
   /// Forgets all lines. Cost  one pass over the weights.
-  void begin(const sampled_attention& seen) {
-    seen_ = seen;
+  void begin(const sampled_attention& sample) {
+    sample_ = sample;
     chosen_.assign(std::size_t(lines()), 0);
     weights_.assign(std::size_t(lines()), 0.0);
     total_ = covered_ = 0;
-    for (index_t r = 0; r < index_t(seen.rows.size()); ++r) {
-      const float* row = seen.row(r);
-      for (index_t slot = 0; slot < seen.slots(); ++slot) {
+    for (index_t r = 0; r < index_t(sample.rows.size()); ++r) {
+      const float* row = sample.row(r);
+      for (index_t slot = 0; slot < sample.slots(); ++slot) {
         const double weight = row[slot];
         if (weight == 0) continue;
         weights_[std::size_t(vertical(slot))] += weight;
-        weights_[std::size_t(seen.rows[std::size_t(r)] - seen.positions[std::size_t(slot)])] += weight;
+        weights_[std::size_t(sample.rows[std::size_t(r)] - sample.positions[std::size_t(slot)])] += weight;
         total_ += weight;
       }
     }
   }
 
-  index_t lines() const { return seen_.next + seen_.slots(); }
-  index_t vertical(index_t slot) const { return seen_.next + slot; }
-  bool is_slash(index_t line) const { return line < seen_.next; }
+  index_t lines() const { return sample_.next + sample_.slots(); }
+  index_t vertical(index_t slot) const { return sample_.next + slot; }
+  bool is_slash(index_t line) const { return line < sample_.next; }
   index_t length(index_t line) const {
-    return is_slash(line) ? seen_.slash_length(line) : seen_.vertical_length(line - seen_.next);
+    return is_slash(line) ? sample_.slash_length(line) : sample_.vertical_length(line - sample_.next);
   }
   double weight(index_t line) const { return weights_[std::size_t(line)]; }
   double total() const { return total_; }
@@ -48,8 +48,8 @@ class line_cover {
 
   /// The nearest `slashes` and the keys at the first `columns` positions, as far as there are any.
   void add_forced(index_t slashes, index_t columns) {
-    for (index_t distance = 0; distance < (std::min)(slashes, seen_.next); ++distance) add_if_any(distance);
-    for (index_t slot = 0; slot < seen_.slots() && seen_.positions[std::size_t(slot)] < columns; ++slot) {
+    for (index_t distance = 0; distance < (std::min)(slashes, sample_.next); ++distance) add_if_any(distance);
+    for (index_t slot = 0; slot < sample_.slots() && sample_.positions[std::size_t(slot)] < columns; ++slot) {
       add(vertical(slot));
     }
   }
@@ -120,17 +120,17 @@ class line_cover {
 
   /// Every stored key: whoever wants all of the weight wants rows that were not sampled to see everything too.
   void add_everything() {
-    for (index_t slot = 0; slot < seen_.slots(); ++slot) add(vertical(slot));
+    for (index_t slot = 0; slot < sample_.slots(); ++slot) add(vertical(slot));
   }
 
   void write(line_set& to) const {
     to.vertical.clear();
     to.slash.clear();
-    for (index_t distance = 0; distance < seen_.next; ++distance) {
+    for (index_t distance = 0; distance < sample_.next; ++distance) {
       if (has(distance)) to.slash.push_back(distance);
     }
-    for (index_t slot = 0; slot < seen_.slots(); ++slot) {
-      if (has(vertical(slot))) to.vertical.push_back(seen_.positions[std::size_t(slot)]);
+    for (index_t slot = 0; slot < sample_.slots(); ++slot) {
+      if (has(vertical(slot))) to.vertical.push_back(sample_.positions[std::size_t(slot)]);
     }
   }
 
@@ -138,9 +138,9 @@ class line_cover {
   /// Calls `see(weight)` for a line's entry of each sampled row.
   template <class See>
   void visit(index_t line, const See& see) const {
-    for (index_t r = 0; r < index_t(seen_.rows.size()); ++r) {
-      const index_t slot = is_slash(line) ? seen_.slot_on_slash(r, line) : line - seen_.next;
-      if (slot != no_index) see(seen_.row(r)[slot]);
+    for (index_t r = 0; r < index_t(sample_.rows.size()); ++r) {
+      const index_t slot = is_slash(line) ? sample_.slot_on_slash(r, line) : line - sample_.next;
+      if (slot != no_index) see(sample_.row(r)[slot]);
     }
   }
   /// What is not covered yet on a line; `takes`: it is from now on.
@@ -158,7 +158,7 @@ class line_cover {
     return result;
   }
 
-  sampled_attention seen_;  // a view of what the caller holds
+  sampled_attention sample_;  // a view of what the caller holds
   double total_ = 0, covered_ = 0;
   host_vector<std::uint8_t> chosen_;  // by line
   host_vector<double> weights_;       // by line, before anything was covered

@@ -87,7 +87,7 @@ struct covering_lines {
     visit("rows", self.rows, value_range{1, 1 << 12}, "rows of a prompt chunk that are sampled");
     visit("sampling", self.sampling, one_word_of{"even or random"},
           "which rows: evenly spaced with the newest among them, or drawn by the seed");
-    visit("seed", self.seed, value_range{0, most_tokens}, "another seed, other random rows");
+    visit("seed", self.seed, value_range{0, max_tokens}, "another seed, other random rows");
     visit("algorithm", self.algorithm, one_word_of{"coverage or paper"},
           "how lines are found: exactly, or as published");
   }

@@ -34,9 +34,9 @@ struct sinks_and_band {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("init", self.init, value_range{0, most_tokens}, "first positions that every row attends");
-    visit("local", self.local, value_range{1, most_tokens}, "newest positions that a row attends, its own among them");
-    visit("dense_rows", self.dense_rows, value_range{0, most_tokens},
+    visit("init", self.init, value_range{0, max_tokens}, "first positions that every row attends");
+    visit("local", self.local, value_range{1, max_tokens}, "newest positions that a row attends, its own among them");
+    visit("dense_rows", self.dense_rows, value_range{0, max_tokens},
           "last rows of a prompt chunk that attend everything");
   }
 };

@@ -55,8 +55,8 @@ struct vertical_slash {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("vertical", self.vertical, value_range{0, most_tokens}, "columns that a head attends, at least 30");
-    visit("slash", self.slash, value_range{0, most_tokens}, "diagonals that a head attends, at least 50");
+    visit("vertical", self.vertical, value_range{0, max_tokens}, "columns that a head attends, at least 30");
+    visit("slash", self.slash, value_range{0, max_tokens}, "diagonals that a head attends, at least 50");
   }
 
  private:

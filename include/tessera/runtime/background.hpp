@@ -33,10 +33,10 @@ class background_task {
     const task_state now = state_.load(std::memory_order_acquire);
     return now == task_state::waiting && !home_.is_here() ? task_state::stopped : now;
   }
-  /// What was thrown, of one that has failed; nothing where that was no std::exception.
+  /// The message of a failed task; empty where the exception was no std::exception.
   const std::string& problem() const noexcept { return problem_; }
 
-  /// Does the work on the calling thread, without saying so yet; then `publish` does.
+  /// Does the work on the calling thread. `publish` then makes the state visible.
   void perform(const std::atomic<bool>& stopping) noexcept {
     try {
       if (!is_over(stopping)) run(stopping);
@@ -54,9 +54,9 @@ class background_task {
   void publish() noexcept { state_.store(outcome_, std::memory_order_release); }
 
  protected:
-  /// Returns early, with half a result, once `is_over`.
+  /// Does the work. Returns early, with half a result, once `is_over`.
   virtual void run(const std::atomic<bool>& stopping) = 0;
-  /// The thread stops, or nobody holds what `wanted` gave.
+  /// Whether the thread stops, or no copy of the pointer that `wanted` returned is left.
   bool is_over(const std::atomic<bool>& stopping) const { return stopping || (has_owner_ && owner_.expired()); }
 
  private:
@@ -71,8 +71,8 @@ class background_task {
   std::string problem_;
 };
 
-/// The task for those who want it: `task` itself, which a thread is given, need not be done once no copy of what this
-/// returns is left. Before it is started.
+/// A pointer for those who want the task's result. Once no copy of it is left, the thread need not do the task. Call it
+/// before the task is started.
 template <class Task>
 std::shared_ptr<Task> wanted(std::shared_ptr<Task> task) {
   Task* const raw = task.get();
@@ -81,37 +81,36 @@ std::shared_ptr<Task> wanted(std::shared_ptr<Task> task) {
   return held;
 }
 
-/// Does tasks one after the other on a thread of its own, which begins with the first of them. Nobody who starts a task
-/// waits for one. Any thread may call it. Tasks run in the floating-point mode that programs begin with.
-/// A child of fork() has no such thread. Where its parent's thread had begun, it is stopped in the child.
+/// Does tasks one after the other on a thread of its own, which begins with the first task. Starting a task never
+/// waits. Any thread may call it. Tasks run in the floating-point mode that programs begin with. A child of fork() has
+/// no such thread. Where its parent's thread had begun, it is stopped in the child.
 class background {
  public:
   background() = default;
   background(const background&) = delete;
   background& operator=(const background&) = delete;
-  /// In a child of fork() the memory of the thread is not given back: nothing can end what it held or waited on.
+  /// In a child of fork() the memory of the thread is not released: its locks cannot be undone there.
   virtual ~background() {
     if (is_parents()) {
-      (void)own_.release();
+      (void)worker_.release();
     } else {
-      own_->stop();
+      worker_->stop();
     }
   }
 
   /// Errors   no thread, or no memory: the task is not started then.
   virtual void start(std::shared_ptr<background_task> task) {
     if (is_parents()) return task->publish();  // as stopped
-    own_->start(std::move(task), home_);
+    worker_->start(std::move(task), home_);
   }
 
-  /// Ends for good: the task that is being done returns early, those that wait are not begun, later ones neither. All
-  /// are stopped.
+  /// Ends for good. The running task returns early, waiting and later ones never begin; all are stopped.
   void stop() noexcept {
-    if (!is_parents()) own_->stop();
+    if (!is_parents()) worker_->stop();
   }
 
  private:
-  /// The thread, and all that it touches.
+  /// The thread, and its state.
   struct worker {
     void start(std::shared_ptr<background_task> task, std::atomic<const home_process*>& home) {
       std::lock_guard lock(mutex);
@@ -170,7 +169,7 @@ class background {
     return home && !home->is_here();
   }
 
-  std::unique_ptr<worker> own_ = std::make_unique<worker>();
+  std::unique_ptr<worker> worker_ = std::make_unique<worker>();
   std::atomic<const home_process*> home_{nullptr};  // the thread's; null: none has begun
 };
 

@@ -1,4 +1,4 @@
-// How much every kv_head keeps where lengths alone decide: what the host of a device knows without asking it.
+// How many tokens every kv_head keeps where lengths alone decide: the host of a device knows it without a transfer.
 #pragma once
 
 #include <algorithm>
@@ -9,27 +9,27 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// What the heads of a place have held since a turn's prompt began; see prompt_reach.
+/// The tokens of a layer's heads since a turn's prompt began; see prompt_reach.
 struct settled_heads {
   host_vector<index_t> earlier;  ///< tokens from before the turn
   host_vector<index_t> settled;  ///< first tokens that do not compete
 };
 
-/// Bounds of what a layer keeps, and, where they are known, of every kv_head.
+/// Upper bounds of the tokens that a layer keeps and, where they are known, the counts of every kv_head.
 struct kept_bound : token_bound {
   host_vector<index_t> by_head;  ///< empty: not known
 };
 
-/// What a budget by lengths leaves each head of a layer: the counts of choose_kept on either backend.
-/// Shapes   held [kv_heads], tokens of each head.   `layer`: as the budget sees it, of one head where all choose
+/// The tokens that a budget of lengths leaves each head of a layer: the counts of choose_kept on either backend.
+/// Shapes   stored [kv_heads], tokens of each head.   `layer`: as the budget sees it, of one head where all choose
 ///          together.
 template <length_budget Budget>
-kept_bound kept_by_lengths(const Budget& budget, const layer_extent& layer, host_vector<index_t> held,
+kept_bound kept_by_lengths(const Budget& budget, const layer_extent& layer, host_vector<index_t> stored,
                            const settled_heads& before, index_t seen, index_t kv_heads) {
   kept_bound kept;
   const bool whole = keeps_all(budget, layer);
   for (index_t h = 0; h < kv_heads; ++h) {
-    index_t& own = held[std::size_t(h)];
+    index_t& own = stored[std::size_t(h)];
     if (!whole) {
       head_extent head{layer.layer,    layer.layers,         layer.kv_heads > 1 ? h : 0,
                        layer.kv_heads, layer.protected_tail, own};
@@ -41,7 +41,7 @@ kept_bound kept_by_lengths(const Budget& budget, const layer_extent& layer, host
     kept.longest = (std::max)(kept.longest, own);
     kept.total += own;
   }
-  kept.by_head = std::move(held);
+  kept.by_head = std::move(stored);
   return kept;
 }
 

@@ -1,4 +1,4 @@
-// What each layer of a cache does: the recipe's work, or none of it.
+// The role of each layer of a cache: it follows the recipe, or not.
 #pragma once
 
 #include "../core/logit_rule.hpp"
@@ -6,8 +6,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// The first `dense_layers` layers keep and read everything. Layers that the model says slide keep and read their
-/// window only, whatever the recipe. All others follow the recipe.
+/// The first `dense_layers` layers keep and read everything. The model's sliding layers keep and read their window
+/// only, whatever the recipe. All others follow the recipe.
 class layer_roles {
  public:
   layer_roles(const model_shape& shape, index_t dense_layers, const logit_rule& rule)

@@ -1,4 +1,4 @@
-// How many ragged pages a prompt takes by a recipe: the caches of both backends ask before it comes.
+// The ragged pages that a prompt needs by a recipe, for the caches of both backends.
 #pragma once
 
 #include "../core/host/host_vector.hpp"
@@ -8,11 +8,11 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// What a prompt of `tokens` tokens takes of a pool of ragged pages, its chunks ending at the multiples of the
-/// schedule's. Where a first stage drops all that it drops when a prompt ends, `after` counts what is there before.
-/// Shapes   held [layers, kv_heads], tokens of each head before the prompt.
+/// The pages that a prompt of `tokens` tokens needs of a pool of ragged pages, with chunks that end at the multiples of
+/// the schedule's. Where a first stage drops tokens only at the end of a prompt, `final_pages` counts those before it.
+/// Shapes   stored [layers, kv_heads], tokens of each head before the prompt.
 template <class Recipe>
-page_plan plan_prompt_pages(const head_groups& groups, index_t page, const host_vector<index_t>& held,
+page_plan plan_prompt_pages(const head_groups& groups, index_t page, const host_vector<index_t>& stored,
                             [[maybe_unused]] const Recipe& recipe, [[maybe_unused]] const planned<Recipe>& policies,
                             const layer_roles& roles, index_t tokens) {
   coming_prompt prompt{tokens};
@@ -27,8 +27,9 @@ page_plan plan_prompt_pages(const head_groups& groups, index_t page, const host_
       return policies.first.budget.share({layer, groups.layers, head, groups.kv_heads, 0, seen});
     return seen;
   };
-  return plan_pages(groups, page, held, prompt, share, [&](index_t layer) { return !roles.follows_recipe(layer); },
-                    [&](index_t layer) { return roles.window(layer); });
+  return plan_pages(
+      groups, page, stored, prompt, share, [&](index_t layer) { return !roles.follows_recipe(layer); },
+      [&](index_t layer) { return roles.window(layer); });
 }
 
 TESSERA_NAMESPACE_END

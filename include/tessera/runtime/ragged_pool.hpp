@@ -1,4 +1,4 @@
-// Who holds which pages of a pool: by sequence and group of heads, with what has been set aside for each sequence.
+// The pages of a pool by sequence and group of heads, and the pages reserved for each sequence.
 #pragma once
 
 #include <algorithm>
@@ -11,102 +11,101 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Pages are numbers; whoever owns memory gives them a meaning. A sequence may hold what has been set aside for it
-/// whatever others do; beyond that it takes what nobody holds or has been promised.
-/// Errors   more than there is: tessera::error; out of memory: std::bad_alloc. Either way nothing has changed.
+/// Pages are numbers; the owner of the memory gives them a meaning. A sequence can always acquire the pages reserved
+/// for it; beyond these it acquires pages that no sequence has or has reserved.
+/// Errors   more pages than the pool has: tessera::error; out of memory: std::bad_alloc. Then nothing has changed.
 class ragged_pool {
  public:
-  /// `most`: pages of the pool; 0: no bound.
-  explicit ragged_pool(index_t groups = 0, index_t most = 0)
-      : groups_(groups), most_(most), idle_pages_(std::size_t(most)) {}
+  /// `capacity`: pages of the pool; 0: no bound.
+  explicit ragged_pool(index_t groups = 0, index_t capacity = 0)
+      : groups_(groups), capacity_(capacity), idle_pages_(std::size_t(capacity)) {}
 
-  /// A sequence without pages; one that is there stays as it is.
+  /// Adds a sequence without pages; one that exists keeps its pages.
   void open(index_t id) {
     while (index_t(sequences_.size()) <= id)
       sequences_.push_back({host_vector<host_vector<index_t>>(std::size_t(groups_)), 0, 0});
   }
-  /// Gives back all that a sequence holds and was promised. Needs no memory.
+  /// Releases all pages and reservations of a sequence. Needs no memory.
   void close(index_t id) {
     for (index_t group = 0; group < groups_; ++group) release(id, group, 0);
     reserve(id, 0);
   }
 
-  /// Sets `pages` aside, those that the sequence holds already included; takes the place of what was set aside before.
+  /// Reserves `pages` for a sequence, those that it has included. Replaces its earlier reservation.
   void reserve(index_t id, index_t pages) {
-    sequence& one = at(id);
-    const offset_t claimed = claimed_ - claim(one) + (std::max)(one.held, pages);
-    const bool fits = most_ == 0 || pages <= one.reserved || claimed <= most_;
-    if (!fits) {  // in a branch: the message needs memory, and what is set back must not
-      fail("pages of the pool", most_,
-           "at least " + std::to_string(claimed) + ", with " + std::to_string((std::max)(one.held, pages)) +
+    sequence& owner = sequences_[std::size_t(id)];
+    const offset_t claimed = claimed_ - claim(owner) + (std::max)(owner.page_count, pages);
+    const bool fits = capacity_ == 0 || pages <= owner.reserved || claimed <= capacity_;
+    if (!fits) {  // in a branch: only the message needs memory
+      fail("pages of the pool", capacity_,
+           "at least " + std::to_string(claimed) + ", with " + std::to_string((std::max)(owner.page_count, pages)) +
                " for this sequence",
            "close a sequence, shorten the prompt, or give the pool more pages");
     }
     claimed_ = claimed;
-    one.reserved = pages;
+    owner.reserved = pages;
   }
 
-  /// Lets a pool with a bound `take` so many pages for a group without memory of the host.
+  /// Allocates host memory, so that `acquire` of `pages` for a group of a pool with a bound needs none.
   void make_room(index_t id, index_t group, index_t pages) {
-    host_vector<index_t>& table = at(id).tables[std::size_t(group)];
+    host_vector<index_t>& table = sequences_[std::size_t(id)].tables[std::size_t(group)];
     if (std::size_t(pages) > table.capacity()) table.reserve((std::max)(std::size_t(pages), 2 * table.size()));
   }
-  /// Makes a group hold `pages` at least.
-  void take(index_t id, index_t group, index_t pages) {
-    sequence& one = at(id);
-    host_vector<index_t>& table = one.tables[std::size_t(group)];
+  /// Gives a group pages until it has `pages` at least.
+  void acquire(index_t id, index_t group, index_t pages) {
+    sequence& owner = sequences_[std::size_t(id)];
+    host_vector<index_t>& table = owner.tables[std::size_t(group)];
     const index_t more = pages - index_t(table.size());
     if (more <= 0) return;
-    const index_t held = one.held + more;
-    const offset_t claimed = claimed_ - claim(one) + (std::max)(held, one.reserved);
-    if (most_ > 0 && claimed > most_) {
-      fail("pages of the pool", most_, "at least " + std::to_string(claimed),
+    const index_t page_count = owner.page_count + more;
+    const offset_t claimed = claimed_ - claim(owner) + (std::max)(page_count, owner.reserved);
+    if (capacity_ > 0 && claimed > capacity_) {
+      fail("pages of the pool", capacity_, "at least " + std::to_string(claimed),
            "close a sequence, or give the pool more pages");
     }
-    const index_t fresh = (std::max)(0, more - idle_);
+    const index_t new_pages = (std::max)(0, more - idle_);
     table.reserve(std::size_t(pages));
-    idle_pages_.resize((std::max)(idle_pages_.size(), std::size_t(made_ + fresh)));
+    idle_pages_.resize((std::max)(idle_pages_.size(), std::size_t(made_ + new_pages)));
     for (index_t i = 0; i < more; ++i) table.push_back(idle_ > 0 ? idle_pages_[std::size_t(--idle_)] : made_++);
-    one.held = held;
+    owner.page_count = page_count;
     claimed_ = claimed;
   }
-  /// Leaves a group `pages` at most; those beyond go back, the last ones first. Needs no memory.
+  /// Releases pages of a group, the last ones first, until it has `pages` at most. Needs no memory.
   void release(index_t id, index_t group, index_t pages) {
-    sequence& one = at(id);
-    host_vector<index_t>& table = one.tables[std::size_t(group)];
-    claimed_ -= claim(one);
+    sequence& owner = sequences_[std::size_t(id)];
+    host_vector<index_t>& table = owner.tables[std::size_t(group)];
+    claimed_ -= claim(owner);
     while (index_t(table.size()) > pages) {
       idle_pages_[std::size_t(idle_++)] = table.back();
       table.pop_back();
-      --one.held;
+      --owner.page_count;
     }
-    claimed_ += claim(one);
+    claimed_ += claim(owner);
   }
 
   index_t groups() const { return groups_; }
   std::span<const index_t> pages(index_t id, index_t group) const {
     return sequences_[std::size_t(id)].tables[std::size_t(group)];
   }
-  index_t held(index_t id) const { return sequences_[std::size_t(id)].held; }
+  index_t page_count(index_t id) const { return sequences_[std::size_t(id)].page_count; }
   index_t reserved(index_t id) const { return sequences_[std::size_t(id)].reserved; }
-  /// Numbers of pages that have been given out so far: every page is below it.
+  /// How many pages were ever acquired: every page number is below it.
   index_t made() const { return made_; }
-  /// Pages that lie idle, to be given out before new ones are made.
+  /// Released pages, which are acquired again before new ones are made.
   index_t idle() const { return idle_; }
-  /// Pages that sequences hold or have been promised.
+  /// Pages that sequences have or have reserved.
   offset_t claimed() const { return claimed_; }
 
  private:
   struct sequence {
     host_vector<host_vector<index_t>> tables;  // by group
-    index_t held = 0, reserved = 0;
+    index_t page_count = 0, reserved = 0;
   };
-  static offset_t claim(const sequence& one) { return (std::max)(one.held, one.reserved); }
-  sequence& at(index_t id) { return sequences_[std::size_t(id)]; }
+  static offset_t claim(const sequence& owner) { return (std::max)(owner.page_count, owner.reserved); }
 
-  index_t groups_, most_, made_ = 0, idle_ = 0;
+  index_t groups_, capacity_, made_ = 0, idle_ = 0;
   offset_t claimed_ = 0;
-  host_vector<index_t> idle_pages_;  // room for all, so that giving back needs no memory, in a copy either
+  host_vector<index_t> idle_pages_;  // memory for all pages: a release allocates nothing, also in a copy
   host_vector<sequence> sequences_;
 };
 

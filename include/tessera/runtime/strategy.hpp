@@ -80,11 +80,11 @@ class strategy_search {
       }
       for (std::size_t b = 0; b < strategy_blocks.size(); ++b) {
         const index_t in_block = i % strategy_blocks[b] + 1;
-        if (in_block == strategy_blocks[b] || i + 1 == count) inside_[b] -= take(sums[b]) / double(in_block);
+        if (in_block == strategy_blocks[b] || i + 1 == count) inside_[b] -= drain_squares(sums[b]) / double(in_block);
       }
     }
     for (double& inside : inside_) inside += energy;
-    if (count > 0) outside_ += energy - take(all) / double(count);
+    if (count > 0) outside_ += energy - drain_squares(all) / double(count);
   }
 
   /// The best strategy; a block divides `tail`.
@@ -121,7 +121,8 @@ class strategy_search {
     result.group = group;
     return result;
   }
-  static double take(host_vector<double>& sum) {
+  /// The sum of squares; zeroes the elements.
+  static double drain_squares(host_vector<double>& sum) {
     double square = 0;
     for (double& x : sum) {
       square += x * x;
@@ -133,7 +134,7 @@ class strategy_search {
   static void measure(const Channels& channels, index_t dim, const host_vector<float>& rows,
                       const host_vector<double>& energy, trial& to) {
     const index_t count = index_t(energy.size()), left = count > 0 ? index_t(rows.size() / energy.size()) : 0;
-    const index_t kept = channels.kept(dim), group = channels.group_size();
+    const index_t kept = channels.stored_channels(dim), group = channels.group_size();
     const packed_format format{packed_element::single, left, group, kept, true};
     to.possible = to.possible && kept > 0 && kept % group == 0 && left % group == 0 && kept <= left;
     if (!to.possible || count == 0) return;

@@ -23,7 +23,7 @@ struct each_chunk {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("chunk", self.chunk, value_range{1, most_tokens}, "tokens of a prompt that are compressed together");
+    visit("chunk", self.chunk, value_range{1, max_tokens}, "tokens of a prompt that are compressed together");
   }
 };
 

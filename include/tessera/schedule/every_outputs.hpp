@@ -26,9 +26,9 @@ struct every_outputs {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("first", self.first, value_range{0, most_tokens},
+    visit("first", self.first, value_range{0, max_tokens},
           "outputs of a turn before the first choice; 0: it falls at the prompt's end");
-    visit("every", self.every, value_range{1, most_tokens}, "outputs from one choice to the next");
+    visit("every", self.every, value_range{1, max_tokens}, "outputs from one choice to the next");
   }
 
  private:

@@ -13,8 +13,8 @@ template <over_heads Join>
 struct per_layers : per_layer<Join> {
   index_t reuse = 1;
 
-  /// Of the layers that follow the recipe, the one whose set the `place`-th keeps.
-  TESSERA_HD index_t chooser(index_t place) const { return place - place % reuse; }
+  /// Of the layers that follow the recipe, the one whose set the `i`-th keeps.
+  TESSERA_HD index_t chooser(index_t i) const { return i - i % reuse; }
 
   void check() const { check_parameters(*this); }
 

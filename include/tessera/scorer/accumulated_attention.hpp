@@ -36,7 +36,7 @@ struct accumulated_attention {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("recent", self.recent, value_range{-1, most_tokens},
+    visit("recent", self.recent, value_range{-1, max_tokens},
           "newest tokens that are always kept; -1 for half of the budget");
   }
 };

@@ -60,7 +60,7 @@ struct chosen_channels {
   static void parameters(Self& self, Visit&& visit) {
     visit("channels", self.channels, value_range{0, largest_head_dim},
           "channels of a key that a score reads; 0: by the budget");
-    visit("recent", self.recent, value_range{-1, most_tokens},
+    visit("recent", self.recent, value_range{-1, max_tokens},
           "newest tokens that are always read; -1 for a quarter of what a step attends");
   }
 };

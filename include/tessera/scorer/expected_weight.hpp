@@ -36,7 +36,7 @@ struct expected_weight {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("sinks", self.sinks, value_range{0, most_tokens}, "first tokens that are always kept");
+    visit("sinks", self.sinks, value_range{0, max_tokens}, "first tokens that are always kept");
     visit("future", self.future, value_range{1, 1 << 16}, "positions to come that RoPE is averaged over");
     visit("covariance", self.covariance, value_range{0, 1}, "1: variances of logits count; 0: their means alone");
   }

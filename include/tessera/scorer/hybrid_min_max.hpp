@@ -40,7 +40,7 @@ struct hybrid_min_max {
     hybrid_min_max result = *this;
     if (page == 0) {
       const double side = std::ceil(std::sqrt(ratio));
-      result.page = side > ratio ? 1 : index_t((std::min)(side, double(most_tokens)));
+      result.page = side > ratio ? 1 : index_t((std::min)(side, double(max_tokens)));
     }
     if (channels == 0) {
       result.channels = index_t(std::clamp(double(k_dim) * double(result.page) / ratio, 1.0, double(k_dim)));
@@ -61,7 +61,7 @@ struct hybrid_min_max {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("page", self.page, value_range{0, most_tokens},
+    visit("page", self.page, value_range{0, max_tokens},
           "consecutive stored tokens that are scored together; 0: by the budget");
     visit("channels", self.channels, value_range{0, largest_head_dim},
           "channels of a key that a score reads; 0: by the budget");

@@ -63,7 +63,7 @@ struct lag_relative {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("sinks", self.sinks, value_range{0, most_tokens}, "first tokens that are always kept");
+    visit("sinks", self.sinks, value_range{0, max_tokens}, "first tokens that are always kept");
     visit("lag", self.lag, value_range{2, 1 << 15},
           "tokens of a partition, which the partition before it is measured against");
   }

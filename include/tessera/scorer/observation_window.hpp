@@ -22,8 +22,8 @@ struct observation_window {
   static constexpr const char* name = "observation_window";
   static constexpr observes observed = observes::window;
   static constexpr bool comparable_across_heads = true;
-  static constexpr index_t most_window = 1 << 15;  ///< these queries are remembered while a prompt comes in
-  static constexpr index_t most_pool = 4095;       ///< averages cost as many additions a token
+  static constexpr index_t max_window = 1 << 15;  ///< these queries are remembered while a prompt comes in
+  static constexpr index_t max_pool = 4095;       ///< averages cost as many additions a token
 
   index_t window = 32;
   index_t pool = 7;
@@ -44,9 +44,9 @@ struct observation_window {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("window", self.window, value_range{1, most_window},
+    visit("window", self.window, value_range{1, max_window},
           "last prompt queries that are observed; their tokens are always kept");
-    visit("pool", self.pool, value_range{1, most_pool}, "kernel of the pooling over tokens, odd; 1 for none");
+    visit("pool", self.pool, value_range{1, max_pool}, "kernel of the pooling over tokens, odd; 1 for none");
     visit("pool_kind", self.pool_kind, one_word_of{"max or average"}, "how scores are pooled");
   }
 };

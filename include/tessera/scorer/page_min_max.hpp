@@ -31,7 +31,7 @@ struct page_min_max {
   index_t channels = 0;  ///< always all, once fitted
 
   page_min_max fitted(double ratio, int k_dim) const {
-    return {page > 0 ? page : index_t(std::clamp(std::ceil(ratio), 1.0, double(most_tokens))), k_dim};
+    return {page > 0 ? page : index_t(std::clamp(std::ceil(ratio), 1.0, double(max_tokens))), k_dim};
   }
 
   TESSERA_HD bool takes_upper(float own, float) const { return own > 0; }
@@ -43,7 +43,7 @@ struct page_min_max {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("page", self.page, value_range{0, most_tokens},
+    visit("page", self.page, value_range{0, max_tokens},
           "consecutive stored tokens that are scored together; 0: by the budget");
   }
 };

@@ -32,7 +32,7 @@ struct random_score {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("seed", self.seed, value_range{0, most_tokens}, "another seed, other tokens");
+    visit("seed", self.seed, value_range{0, max_tokens}, "another seed, other tokens");
   }
 };
 

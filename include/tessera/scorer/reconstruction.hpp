@@ -37,7 +37,7 @@ struct reconstruction {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("sinks", self.sinks, value_range{0, most_tokens}, "first tokens that are always kept");
+    visit("sinks", self.sinks, value_range{0, max_tokens}, "first tokens that are always kept");
   }
 };
 

@@ -33,7 +33,7 @@ struct sampled : S {
   static void parameters(Self& self, Visit&& visit) {
     S::parameters(self, visit);
     visit("sample", self.sample, value_range{0.0f, 1.0f}, "part of the queries that are observed");
-    visit("sample_seed", self.sample_seed, value_range{0, most_tokens}, "another seed, other queries");
+    visit("sample_seed", self.sample_seed, value_range{0, max_tokens}, "another seed, other queries");
   }
 };
 

@@ -37,8 +37,8 @@ struct segment_mean {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("start", self.start, value_range{0, most_tokens}, "first stored tokens that every step reads");
-    visit("recent", self.recent, value_range{0, most_tokens}, "newest tokens that every step reads");
+    visit("start", self.start, value_range{0, max_tokens}, "first stored tokens that every step reads");
+    visit("recent", self.recent, value_range{0, max_tokens}, "newest tokens that every step reads");
     visit("whole", self.whole, value_range{0, 256},
           "so many first tokens of each segment of the answer read everything that is stored");
   }

@@ -32,22 +32,22 @@ struct adaptive_blocks {
 
   /// See concepts/selector.hpp: `keep` places of one segment into `out`, ascending; returns the size of the blocks.
   TESSERA_HD index_t choose_in_segment(const float* scores, index_t n, index_t keep, index_t* out) const {
-    double sums[most_segment_tokens / 2];
+    double sums[max_segment_tokens / 2];
     return choose_in_segment(one_lane{}, scores, n, keep, out, sums);
   }
   /// The same by a team, whose `scores`, `out` and `sums` all lanes see. Sums are added in slot order by every lane, so
-  /// that no team chooses otherwise.   Shapes   sums [most_segment_tokens / 2].
+  /// that no team chooses otherwise.   Shapes   sums [max_segment_tokens / 2].
   template <class Team>
   TESSERA_HD index_t choose_in_segment(const Team& team, const float* scores, index_t n, index_t keep, index_t* out,
                                        double* sums) const {
     if (keep >= n) {
       for (index_t i = team.rank(); i < n; i += Team::size) out[i] = i;
       team.sync();
-      return most_size(n, keep);
+      return max_size(n, keep);
     }
     best_tokens(team, scores, n, keep, out);
     const double wanted = double(coverage) * sum_of(scores, out, keep, n);
-    for (index_t size = most_size(n, keep); size > 1; size = next_size(size)) {
+    for (index_t size = max_size(n, keep); size > 1; size = next_size(size)) {
       best_blocks(team, scores, n, keep, size, out, sums);
       if (sum_of(scores, out, keep, size) >= wanted) return size;
     }
@@ -61,15 +61,15 @@ struct adaptive_blocks {
   static void parameters(Self& self, Visit&& visit) {
     visit("coverage", self.coverage, value_range{0.0f, 1.0f},
           "part of a segment's score that blocks must keep of what single tokens would");
-    visit("largest", self.largest, value_range{1, most_segment_tokens}, "largest blocks, in tokens");
+    visit("largest", self.largest, value_range{1, max_segment_tokens}, "largest blocks, in tokens");
   }
 
  private:
   TESSERA_HD index_t next_size(index_t size) const { return size % 2 == 0 ? size - 1 : size - 2; }
-  TESSERA_HD index_t most_size(index_t n, index_t keep) const {
-    const index_t room = keep < n ? keep : n;
+  TESSERA_HD index_t max_size(index_t n, index_t keep) const {
+    const index_t limit = keep < n ? keep : n;
     index_t size = largest;
-    while (size > room && size > 1) size = next_size(size);
+    while (size > limit && size > 1) size = next_size(size);
     return size;
   }
   TESSERA_HD static double finite(float score) { return score - score == 0 ? double(score) : 0.0; }
@@ -88,7 +88,7 @@ struct adaptive_blocks {
         for (index_t j = 0; j < n; ++j) before += rank_key(scores[j], j) > own;
         taken = before < keep;
       }
-      const index_t at = count + team.before(taken);
+      const index_t at = count + team.exclusive_sum(taken);
       if (taken) out[at] = i;
       count += team.sum(taken);
     }
@@ -142,7 +142,7 @@ struct adaptive_blocks {
         const index_t room = keep - before;
         taken = room <= 0 ? 0 : room < length ? room : length;
       }
-      const index_t at = count + team.before(taken);
+      const index_t at = count + team.exclusive_sum(taken);
       const bool whole = taken == length;
       for (index_t i = 0; whole && i < taken; ++i) out[at + i] = b * size + i;
       const bool in_part = taken > 0 && !whole;

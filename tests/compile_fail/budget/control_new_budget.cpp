@@ -29,7 +29,7 @@ struct wide_start {
   }
 
   /// Bounds for memory and scratch: without this, all that is stored.
-  token_bound most(const layer_extent& layer) const {
+  token_bound upper_bound(const layer_extent& layer) const {
     const index_t kept = std::max((layer.layer < wide ? 2 : 1) * tokens, layer.protected_tail);
     const index_t longest = std::min(layer.longest, kept);
     return {longest, offset_t(layer.kv_heads) * longest};

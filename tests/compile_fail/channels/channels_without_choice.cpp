@@ -3,7 +3,7 @@
 
 struct first_channels {
   static constexpr const char* name = "first_channels";
-  tessera::index_t kept(int dim) const { return dim / 4; }
+  tessera::index_t stored_channels(int dim) const { return dim / 4; }
   tessera::index_t group_size() const { return 1; }
   void check() const {}
 };

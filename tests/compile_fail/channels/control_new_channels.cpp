@@ -12,11 +12,11 @@ TESSERA_NAMESPACE_BEGIN
 struct first_channels {
   static constexpr const char* name = "first_channels";
   static constexpr index_t window = 0;
-  index_t kept(int dim) const { return dim / 4; }
+  index_t stored_channels(int dim) const { return dim / 4; }
   index_t group_size() const { return 1; }
   void choose_for_head(const double*, const double*, const packed_format& format, std::uint8_t* bits) const {
     for (index_t i = 0; i < format.set_bytes(); ++i) bits[i] = 0;
-    for (index_t c = 0; c < format.kept; ++c) set_bit(bits, c);
+    for (index_t c = 0; c < format.stored_channels; ++c) set_bit(bits, c);
   }
   void check() const {}
   template <class Self, class Visit>

@@ -27,7 +27,7 @@ void call(const view_type& view, const rows_view<float>& rows, const rows_view<c
   static_assert(std::is_same_v<decltype(append), append_problem<view_type, float>>);
   append.v = rows;
   pack_problem<read_view, view_type> pack{view, kept, view};
-  pack.from_scores = column;
+  pack.source_scores = column;
   choose_problem<read_view> choose{view, 0, 1, rows};
   choose.lse = rows;
   choose.scores = column;

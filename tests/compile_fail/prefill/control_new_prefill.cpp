@@ -36,8 +36,8 @@ struct last_row_columns {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("local", self.local, value_range{1, most_tokens}, "newest positions that a row attends");
-    visit("columns", self.columns, value_range{0, most_tokens}, "keys that all rows attend");
+    visit("local", self.local, value_range{1, max_tokens}, "newest positions that a row attends");
+    visit("columns", self.columns, value_range{0, max_tokens}, "keys that all rows attend");
   }
 };
 

@@ -55,7 +55,7 @@ struct best_blocks {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("block", self.block, value_range{1, most_tokens}, "consecutive tokens that are chosen together");
+    visit("block", self.block, value_range{1, max_tokens}, "consecutive tokens that are chosen together");
   }
 };
 

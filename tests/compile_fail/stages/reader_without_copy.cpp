@@ -1,4 +1,4 @@
-// expect: tessera: a reader needs copy(from, to), by which the cache's fork gives a place what another one knows
+// expect: tessera: a reader needs copy(source, target), by which fork copies the index of a sequence
 #include <tessera/cache.hpp>
 #include <tessera/methods/quest.hpp>
 

@@ -171,7 +171,7 @@ class cpu_calls : public Interface {
     if constexpr (requires { recipe.retrieve.scorer.channels; }) most = std::max(most, held_.next_position(id));
     if constexpr (requires { recipe.retain.selector.unit_slots(); })
       most = std::max<index_t>(most, recipe.retain.selector.unit_slots());
-    if constexpr (Recipe::needs_segments) most = std::max(most, 2 * tessera::most_segment_tokens);
+    if constexpr (Recipe::needs_segments) most = std::max(most, 2 * tessera::max_segment_tokens);
     most = std::max(most, recipe.retrieve.mean_block());
     if constexpr (requires { recipe.retain.scorer.pool; }) most = std::max<index_t>(most, recipe.retain.scorer.pool);
     return most;

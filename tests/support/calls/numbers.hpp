@@ -23,16 +23,16 @@ template <class Recipe>
 std::vector<number> numbers() {
   std::vector<number> all;
   if (Recipe::retain_type::chooses || Recipe::retrieve_type::retrieves)
-    all.push_back({"budget", double(Recipe::budgets.least), double(Recipe::budgets.most), 1});
+    all.push_back({"budget", double(Recipe::budgets.least), double(Recipe::budgets.largest), 1});
   Recipe recipe;
   Recipe::parameters(recipe, [&](const char* name, auto& value, const auto& allowed, const char*) {
     using value_type = std::remove_reference_t<decltype(value)>;
     if (std::string_view(name) == "packed_channels") return;  // refused by the name that it has without an estimate
     if constexpr (std::is_same_v<value_type, tessera::split_factor>)
-      all.push_back({name, allowed.fixed.least, allowed.fixed.most, 1e-6});
+      all.push_back({name, allowed.fixed.least, allowed.fixed.largest, 1e-6});
     if constexpr (std::is_arithmetic_v<value_type>) {
-      all.push_back({name, double(allowed.least), double(allowed.most),
-                     std::is_same_v<value_type, float> ? 1e-6 * std::max(1.0, double(allowed.most)) : 1});
+      all.push_back({name, double(allowed.least), double(allowed.largest),
+                     std::is_same_v<value_type, float> ? 1e-6 * std::max(1.0, double(allowed.largest)) : 1});
     }
   });
   return all;

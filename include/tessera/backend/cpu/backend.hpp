@@ -1,4 +1,4 @@
-// What a cache on the CPU does its work with: the backend of tessera::cache.
+// The CPU backend of tessera::cache.
 #pragma once
 
 #include <memory>
@@ -14,11 +14,11 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Calls of a cache on the CPU have done their work when they return: there is no queue to name.
+/// A cache on the CPU has no queue: its calls have done their work when they return.
 struct no_queue {};
 
-/// The parts of one recipe's cache on the CPU, and what each call of `basic_cache` does with them. concepts/backend.hpp
-/// says what every backend answers. Arguments have been checked; where a call throws, nothing has changed.
+/// Carries out the calls of `basic_cache` with the parts of one recipe's cache. concepts/backend.hpp lists the calls of
+/// every backend. The caller has checked the arguments; where a call throws, nothing has changed.
 template <class Recipe>
 class backend {
   using parts = cache_parts<Recipe>;
@@ -31,7 +31,7 @@ class backend {
   using default_queue = no_queue;
   using output_type = float;
 
-  /// Whether pages of one pool are shared by groups of heads.
+  /// Whether groups of heads share the pages of one pool.
   static constexpr bool in_groups = requires(const typename kv_store<layout>::rows_type& rows) { rows.groups(); };
 
   /// Errors   no executor: tessera::error.
@@ -40,9 +40,9 @@ class backend {
 
   // --- sequences -----------------------------------------------------------------------------------------------------
 
-  /// How many sequences may be open at a time, 0: as many as there is memory for; tokens of a step, at most.
+  /// The largest number of open sequences, 0: no bound; the largest number of tokens of a step.
   index_t max_sequences() const { return 0; }
-  index_t max_step_tokens() const { return most_step_tokens; }
+  index_t max_step_tokens() const { return tessera::max_step_tokens; }
 
   void open(index_t id, const planned<Recipe>&, queue) {
     its_.ranked.open_empty(id);
@@ -60,16 +60,16 @@ class backend {
     its_.prompts.close(id);
   }
   void check_fork(index_t) const {}
-  /// Opens an id with what another one holds between two turns, or steps. Where it throws, the id is closed.
-  void fork(index_t id, index_t to, const planned<Recipe>& policies, queue q) {
-    open(to, policies, q);
+  /// Opens a copy of a sequence, between two turns or steps. Where it throws, the copy is closed.
+  void fork(index_t id, index_t copy, const planned<Recipe>& policies, queue q) {
+    open(copy, policies, q);
     try {
-      its_.store.copy(id, to);
-      its_.first.observer().copy(id, to);
-      its_.reads.copy(id, to);
-      its_.prompts.copy(id, to);
+      its_.store.copy(id, copy);
+      its_.first.observer().copy(id, copy);
+      its_.reads.copy(id, copy);
+      its_.prompts.copy(id, copy);
     } catch (...) {
-      close(to, q);
+      close(copy, q);
       throw;
     }
   }
@@ -78,8 +78,8 @@ class backend {
 
   // --- prompts -------------------------------------------------------------------------------------------------------
 
-  /// What a prompt of `tokens` tokens takes of the pool of pages; id -1: in a new sequence. Where a first stage drops
-  /// all that it drops when a prompt ends, `after` counts what is there before.
+  /// The pages that a prompt of `tokens` tokens needs; id -1: in a new sequence. Where a first stage drops tokens only
+  /// at the end of a prompt, `final_pages` counts those before the drop.
   page_plan plan_pages(index_t id, const Recipe& recipe, const planned<Recipe>& policies,
                        index_t tokens) const requires in_groups {
     const auto& rows = its_.store.rows();
@@ -98,7 +98,7 @@ class backend {
   void end_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach, index_t, queue) {
     prompts().end_chunk(owner, policies, reach);
   }
-  /// Throws where a pool of pages has no room for so many more tokens in every layer.
+  /// Reserves pages for `tokens` more in every layer; throws where the pool has too few.
   void expect_chunk(index_t id, index_t tokens) { its_.store.expect(id, tokens); }
   template <class E>
   void append_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_chunk& chunk,
@@ -158,7 +158,7 @@ class backend {
   void trace_ranked(bool on) { its_.traces_ranks = on; }
   const ranked_tokens& ranked(sequence_layer owner) const { return its_.ranked[owner]; }
 
-  /// Bytes that are allocated for a sequence.
+  /// Bytes allocated for a sequence.
   offset_t bytes(index_t id, const planned<Recipe>&) const {
     offset_t total = 0;
     for (index_t layer = 0; layer < its_.shape.layers; ++layer) {

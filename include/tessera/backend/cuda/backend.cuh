@@ -103,7 +103,7 @@ class backend {
   }
   void follow_plans(const conversations<Recipe>& known, cudaStream_t stream) {
     for (index_t id = 0; id < known.size(); ++id) {
-      if (known.is_open(id)) its_.reads.set_plan(id, known.at(id).policies, stream);
+      if (known.is_open(id)) its_.reads.set_plan(id, known.sequence(id).policies, stream);
     }
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   }
@@ -195,7 +195,7 @@ class backend {
               const rows_view<Out>& out, const rows_view<float>& lse, cudaStream_t stream) {
     check_element<E>();
     require_rows_on_16_bytes("q", q);  // before the rows are appended: attention would refuse it behind them
-    steps().decode(layer, recipe, step, known.at(step.ids.front()).policies, q, k, v, out, lse, stream);
+    steps().decode(layer, recipe, step, known.sequence(step.ids.front()).policies, q, k, v, out, lse, stream);
   }
   void count_layer(index_t layer, const batch&, const conversations<Recipe>&, cudaStream_t stream) {
     its_.order.decoded(layer, stream);

@@ -11,9 +11,9 @@ TESSERA_NAMESPACE_BEGIN
 
 /// What a batch stores of one layer, and what its scorer has observed; on the device every pointer is a device pointer.
 ///
-/// A scorer of a window needs `q` and `first_position`, one of positions `first_position`, one of every query `scores`.
-/// What sees segments needs `segments`, what goes by statistics `statistics`. A scorer by contents reads what the view
-/// stores. `tails` and `budgets`, where sequences differ, stand in place of what the policy says.
+/// A scorer of a window needs `q` and `first_position`; one of positions needs `first_position`; one of every query
+/// needs `scores`; one of statistics needs `statistics`. A policy of segments needs `segments`. A scorer of contents
+/// reads the view's rows. `tails` and `budgets` replace the policy's numbers where sequences differ.
 template <class View, class E = typename View::element_type>
 struct choose_problem {
   View view;          ///< values are read by scorers of values alone
@@ -25,10 +25,10 @@ struct choose_problem {
   const index_t* first_position = nullptr;  ///< [sequences], of the first query; without queries, of the next token
   rows_view<const float> lse{};  ///< [sequences, n_q, q_heads] from the engine; NaN and +infinity: that row's
                                  ///< is computed here; data null: all are
-  bool lse_complete = false;     ///< no row lacks one: the device takes each as it stands and looks for none
+  bool lse_complete = false;     ///< every row has one: the device does not check
   logit_rule rule{};
-  slot_column<const float> scores{};  ///< what has accumulated
-  index_t tail = 0;                   ///< newest tokens that stay whatever their score; or more, if the scorer says so
+  slot_column<const float> scores{};  ///< accumulated scores
+  index_t tail = 0;                   ///< newest tokens that stay whatever their score; the scorer may want more
   const index_t* tails = nullptr;     ///< [sequences], in place of it and of the scorer's
   const index_t* budgets = nullptr;   ///< [sequences], in place of the budget's tokens
   page_pool pool{};                   ///< for the CPU's checks
@@ -39,7 +39,7 @@ struct choose_problem {
   /// [sequences], for a scorer of statistics; with it `first_position` is the next token's and q.heads the query heads.
   const query_statistics* statistics = nullptr;
   const float* rope_frequencies = nullptr;  ///< [k_dim / 2], for a scorer of statistics
-  const index_t* counts = nullptr;  ///< [kv_heads] of the one sequence: what each head keeps, in place of the budget's
+  const index_t* counts = nullptr;          ///< [kv_heads] of one sequence: tokens to keep, in place of the budget's
 };
 
 TESSERA_NAMESPACE_END

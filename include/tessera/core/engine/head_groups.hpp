@@ -1,4 +1,4 @@
-// Which kv_heads share pages: heads that keep about as much stand together.
+// Which kv_heads share pages: those that keep about the same number of tokens.
 #pragma once
 
 #include <algorithm>
@@ -12,44 +12,43 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Among which heads groups are formed by their shares; `none`: as heads stand in a layer; `fitted`: over the model,
-/// heads that stand far apart in groups of fewer.
+/// Among which heads groups are formed by shares: of a layer, or of the model. `none`: in a layer's order. `fitted`: of
+/// the model, with smaller groups where shares differ much.
 enum class clustering { layer, model, none, fitted };
 
-/// Groups of kv_heads that share pages of `heads` columns, of `page` tokens each. A group of fewer heads, a divisor of
-/// `heads`, has several columns of a page for each of them: `heads / size` blocks of `page` tokens, one after the
-/// other. A head is numbered layer * kv_heads + head.
+/// Groups of kv_heads that share pages of `heads` columns, each of `page` tokens. The size of a group divides `heads`.
+/// A head of a smaller group has several columns of each page: `heads / size` blocks of `page` tokens, one behind the
+/// other. The number of a head is layer * kv_heads + head.
 struct head_groups {
   index_t layers = 0, kv_heads = 0, heads = 1;
   host_vector<index_t> group;      ///< by head
-  host_vector<index_t> column;     ///< by head, its place in the group
+  host_vector<index_t> column;     ///< by head, its index in the group
   host_vector<index_t> members;    ///< of all groups, one after the other
   host_vector<index_t> begins{0};  ///< [groups + 1], in `members`
 
   index_t count() const { return index_t(begins.size()) - 1; }
-  std::span<const index_t> row(index_t one) const {
-    return std::span(members).subspan(std::size_t(begins[std::size_t(one)]), std::size_t(size(one)));
+  std::span<const index_t> row(index_t i) const {
+    return std::span(members).subspan(std::size_t(begins[std::size_t(i)]), std::size_t(size(i)));
   }
-  index_t size(index_t one) const { return begins[std::size_t(one) + 1] - begins[std::size_t(one)]; }
+  index_t size(index_t i) const { return begins[std::size_t(i) + 1] - begins[std::size_t(i)]; }
   /// Blocks of a head in one page.
-  index_t blocks_of_page(index_t one) const { return heads / size(one); }
-  /// Pages in which a group's heads have room for so many tokens each.
-  index_t pages_for(index_t one, index_t tokens, index_t page) const {
-    const offset_t each = offset_t(page) * blocks_of_page(one);
-    return index_t((tokens + each - 1) / each);
+  index_t blocks_of_page(index_t i) const { return heads / size(i); }
+  /// Pages that a group needs for `tokens` tokens of each of its heads.
+  index_t pages_for(index_t i, index_t tokens, index_t page) const {
+    const offset_t tokens_of_page = offset_t(page) * blocks_of_page(i);
+    return index_t((tokens + tokens_of_page - 1) / tokens_of_page);
   }
-  /// The number of a head's i-th block, in blocks of one column, when its group holds `pages`.
+  /// The number of a head's i-th block, in blocks of one column, when `pages` are its group's.
   index_t block(index_t head, index_t i, std::span<const index_t> pages) const {
-    const index_t one = group[std::size_t(head)], each = blocks_of_page(one);
-    return pages[std::size_t(i / each)] * heads + i % each * size(one) + column[std::size_t(head)];
+    const index_t g = group[std::size_t(head)], blocks = blocks_of_page(g);
+    return pages[std::size_t(i / blocks)] * heads + i % blocks * size(g) + column[std::size_t(head)];
   }
 };
 
 namespace detail {
 
-/// Where to cut heads of ascending shares into groups: sizes that divide `heads`, so that what is empty is least. Each
-/// group leaves half a page empty beside what its shorter heads do, of prompts of 8,192 tokens, and of 16 tokens a
-/// column.
+/// Cuts heads of ascending shares into groups whose sizes divide `heads`, with the least empty memory for prompts of
+/// 8,192 tokens and columns of 16. A group's empty memory is half a page, and that of its shorter heads.
 inline host_vector<index_t> fitted_begins(const host_vector<double>& ascending, index_t heads) {
   constexpr double tokens = 8192, page = 16;
   const std::size_t count = ascending.size();
@@ -58,8 +57,8 @@ inline host_vector<index_t> fitted_begins(const host_vector<double>& ascending, 
   for (std::size_t end = 1; end <= count; ++end) {
     for (index_t size = heads; size >= 1; --size) {
       if (heads % size != 0 || std::size_t(size) > end) continue;
-      const double own = least[end - std::size_t(size)] + ascending[end - 1] * size * tokens + heads * page / 2;
-      if (last[end] == 0 || own < least[end]) least[end] = own, last[end] = size;
+      const double total = least[end - std::size_t(size)] + ascending[end - 1] * size * tokens + heads * page / 2;
+      if (last[end] == 0 || total < least[end]) least[end] = total, last[end] = size;
     }
   }
   host_vector<index_t> begins;
@@ -71,7 +70,7 @@ inline host_vector<index_t> fitted_begins(const host_vector<double>& ascending, 
 
 }  // namespace detail
 
-/// Sorts heads by their shares, the smaller first, equal ones by number, and cuts them into groups.
+/// Sorts heads by share, ascending, equal ones by number, and cuts them into groups.
 /// Shapes   shares [layers, kv_heads], or empty: all alike.
 /// Errors   heads that do not divide what is grouped: tessera::error.
 inline head_groups group_heads(index_t layers, index_t kv_heads, index_t heads, clustering among,
@@ -100,10 +99,10 @@ inline head_groups group_heads(index_t layers, index_t kv_heads, index_t heads, 
   }
   result.group.resize(std::size_t(all));
   result.column.resize(std::size_t(all));
-  for (index_t one = 0; one < result.count(); ++one) {
+  for (index_t g = 0; g < result.count(); ++g) {
     index_t column = 0;
-    for (const index_t head : result.row(one)) {
-      result.group[std::size_t(head)] = one;
+    for (const index_t head : result.row(g)) {
+      result.group[std::size_t(head)] = g;
       result.column[std::size_t(head)] = column++;
     }
   }
@@ -112,10 +111,10 @@ inline head_groups group_heads(index_t layers, index_t kv_heads, index_t heads, 
 
 /// The shares of heads that fill their group's pages: each gets the largest of its group.
 inline host_vector<double> filled_shares(const head_groups& groups, host_vector<double> shares) {
-  for (index_t one = 0; one < groups.count(); ++one) {
-    double most = 0;
-    for (const index_t head : groups.row(one)) most = (std::max)(most, shares[std::size_t(head)]);
-    for (const index_t head : groups.row(one)) shares[std::size_t(head)] = most;
+  for (index_t g = 0; g < groups.count(); ++g) {
+    double largest = 0;
+    for (const index_t head : groups.row(g)) largest = (std::max)(largest, shares[std::size_t(head)]);
+    for (const index_t head : groups.row(g)) shares[std::size_t(head)] = largest;
   }
   return shares;
 }

@@ -22,8 +22,8 @@ bool table_tells_heads(const Table& table, index_t kv_heads) {
 
 }  // namespace detail
 
-/// A view that rows are written to must have a scale for each of them, where they have scales: one that several rows
-/// share would change what is stored already.
+/// Checks that each row of a view that is written has its own scale, where rows have scales. Writing a scale that rows
+/// share would change rows that are stored already.
 /// Errors   a stride of 0 between rows; one array of scales for keys and values: tessera::error.
 template <class View>
 void require_row_scales(const View& view) {
@@ -47,17 +47,17 @@ void require_row_scales(const View& view) {
 /// length(sequence, head) + t. Lengths, positions and the position behind the last are below 2^31: the CPU checks it.
 template <class View, class E>
 struct append_problem {
-  View view;                   ///< with room for the new tokens; its lengths are those before
+  View view;                   ///< with memory for the new tokens; its lengths do not count them yet
   rows_view<const E> k, v;     ///< [sequences, tokens, kv_heads, dim]; on the device dim stride 1
-  index_t* lengths = nullptr;  ///< the memory of view.lengths, or another of its strides; gets the lengths after
+  index_t* lengths = nullptr;  ///< the memory of view.lengths, or another of its strides; gets the new lengths
   const index_t* new_tokens = nullptr;      ///< [sequences], at most k.tokens; null: all of them
-  const index_t* first_position = nullptr;  ///< [sequences]; null: positions go on from the length before
+  const index_t* first_position = nullptr;  ///< [sequences]; null: positions go on from the old length
   slot_column<index_t> positions{};
   slot_column<float> scores{};               ///< of new tokens: 0
   page_pool pool{};                          ///< for the CPU's checks
   slot_column<index_t> segments{};           ///< of new tokens: by `boundaries`, which must be there
   const std::uint8_t* boundaries = nullptr;  ///< [sequences, k.tokens], 1 after which a segment ends, else 0
-  segment_cursor* texts = nullptr;           ///< [sequences], where each text stands; moved on
+  segment_cursor* texts = nullptr;           ///< [sequences], of each text; advanced
 };
 /// k and v may be rows of memory that the caller writes elsewhere.
 template <class View, class K, class V, class... Rest>
@@ -65,19 +65,19 @@ append_problem(View, rows_view<K>, rows_view<V>, Rest...) -> append_problem<View
 
 /// What to keep and where it goes; on the device every pointer is a device pointer.
 ///
-/// In place, `to` is `from`. That is safe because the selection ascends; a page in which a row moves must then stand in
-/// one table only: pack what sequences share into fresh pages.
+/// In place, `target` is `source`. That is safe because the selection ascends. A page in which a row moves must then be
+/// in one table only: pack shared pages into new ones.
 template <class From, class To>
 struct pack_problem {
-  From from;
+  From source;
   selection_view chosen;  ///< row = sequence * kv_heads + head; its counts are the new lengths
-  To to;
-  slot_column<index_t> positions{};  ///< of `to`; filled with from.position(slot)
-  slot_column<const float> from_scores{};
+  To target;
+  slot_column<index_t> positions{};  ///< of `target`; filled with source.position(slot)
+  slot_column<const float> source_scores{};
   slot_column<float> scores{};
-  index_t* lengths = nullptr;  ///< strided as to.length_strides; gets the counts
+  index_t* lengths = nullptr;  ///< strided as target.length_strides; gets the counts
   page_pool pool{};            ///< of both views, for the CPU's checks
-  slot_column<const index_t> from_segments{};
+  slot_column<const index_t> source_segments{};
   slot_column<index_t> segments{};
 };
 

@@ -7,25 +7,25 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// While it lives the calling thread calculates in the mode that programs begin with: it rounds to nearest, keeps
-/// subnormal numbers and traps nothing. Then the thread's own mode is back. So results do not depend on what a process
-/// has set (flush-to-zero of -ffast-math, another rounding), nor on which thread calculates.
+/// While it lives, the calling thread calculates in the mode that programs begin with: it rounds to nearest, keeps
+/// subnormal numbers and traps nothing. Its destructor restores the thread's mode. So results do not depend on what a
+/// process has set (flush-to-zero of -ffast-math, another rounding), nor on which thread calculates.
 /// On x86 with SSE and on 64-bit ARM; elsewhere nothing happens. It is for calls that read and write memory: a compiler
 /// may move calculations between registers over it, and clang does.
 /// Cost     one read of the register (2 ns, EPYC); two writes more where the mode is another one.
 class default_float_mode {
  public:
-  default_float_mode() noexcept : before_(read()) {
+  default_float_mode() noexcept : previous_(read()) {
     if (is_other()) write(initial);
   }
   ~default_float_mode() {
-    if (is_other()) write(before_);
+    if (is_other()) write(previous_);
   }
   default_float_mode(const default_float_mode&) = delete;
   default_float_mode& operator=(const default_float_mode&) = delete;
 
  private:
-  bool is_other() const noexcept { return (before_ & controls) != initial; }
+  bool is_other() const noexcept { return (previous_ & controls) != initial; }
 
 #if defined(__SSE__) && defined(__GNUC__)
   using word = std::uint32_t;
@@ -48,7 +48,7 @@ class default_float_mode {
   static void write(word) noexcept {}
 #endif
 
-  word before_;
+  word previous_;
 };
 
 TESSERA_NAMESPACE_END

@@ -21,7 +21,7 @@ struct host_allocator : std::allocator<T> {
   };
 };
 
-/// What the library holds in place of std::vector<T>, which it converts from and to by copying.
+/// The library's std::vector<T>. Converts from and to std::vector by copying.
 ///
 /// The functions of a std::vector<int> have one name in the whole program, and the linker keeps one of them: that of a
 /// unit built with -mavx2 may be the one that a baseline unit calls. The allocator gives these a name of their own.

@@ -1,4 +1,4 @@
-// What budgets know before there are scores, and what they answer then.
+// What budgets know of a layer without scores: lengths. What they answer: upper bounds.
 #pragma once
 
 #include "../types.hpp"
@@ -14,7 +14,7 @@ struct layer_extent {
   index_t longest = 0;         ///< tokens of the longest head
 };
 
-/// One kv_head of it.
+/// One kv_head of a layer.
 struct head_extent {
   index_t layer = 0;
   index_t layers = 1;
@@ -22,11 +22,11 @@ struct head_extent {
   index_t kv_heads = 1;
   index_t protected_tail = 0;
   index_t stored = 0;   ///< tokens of this head
-  index_t earlier = 0;  ///< of them, those that it held when the turn began
+  index_t earlier = 0;  ///< of them, those that were stored when the turn began
   index_t dropped = 0;  ///< tokens of this turn's prompt that it has dropped already
 };
 
-/// At most so many tokens of a layer of one sequence: of one kv_head, and of all.
+/// Upper bounds of the tokens of a layer of one sequence: of one kv_head, and of all together.
 struct token_bound {
   index_t longest = 0;
   offset_t total = 0;

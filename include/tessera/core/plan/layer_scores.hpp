@@ -19,8 +19,8 @@ struct layer_scores {
   const offset_t* offsets = nullptr;
   const float* scores = nullptr;
   const index_t* settled = nullptr;  ///< [kv_heads], first slots of each head that stay and do not compete; null: none
-  const index_t* earlier = nullptr;  ///< [kv_heads], of those the ones from before this turn; goes with `settled`
-  index_t seen = 0;                  ///< tokens of this turn's prompt so far; goes with `settled`
+  const index_t* earlier = nullptr;  ///< [kv_heads], of those the ones of earlier turns; goes with `settled`
+  index_t prompt_tokens = 0;         ///< tokens of this turn's prompt so far; goes with `settled`
 
   const float* head(index_t h) const { return scores + offsets[h]; }
   /// Slots of head `h` before its protected tail: those that compete by score, behind the settled ones.
@@ -28,8 +28,9 @@ struct layer_scores {
   index_t settled_of(index_t h) const { return settled ? settled[h] : 0; }
   /// A head as budgets by lengths see it.
   head_extent extent(index_t h) const {
-    const index_t before = settled ? earlier[h] : 0;
-    return {layer, layers, h, kv_heads, protected_tail, tokens[h], before, settled ? seen - (tokens[h] - before) : 0};
+    const index_t old = settled ? earlier[h] : 0;
+    const index_t dropped = settled ? prompt_tokens - (tokens[h] - old) : 0;
+    return {layer, layers, h, kv_heads, protected_tail, tokens[h], old, dropped};
   }
 };
 

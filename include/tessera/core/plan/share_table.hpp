@@ -12,7 +12,7 @@ struct share_table {
   index_t layers = 0;
   index_t kv_heads = 0;
 
-  TESSERA_HD double at(index_t layer, index_t head) const { return data[offset_t(layer) * kv_heads + head]; }
+  TESSERA_HD double share(index_t layer, index_t head) const { return data[offset_t(layer) * kv_heads + head]; }
 };
 
 TESSERA_NAMESPACE_END

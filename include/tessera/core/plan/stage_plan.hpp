@@ -1,5 +1,4 @@
-// The plan that a budget makes for one conversation: how many tokens each stage handles, and how cheap an estimate must
-// be.
+// A budget's plan for one conversation: how many tokens each stage handles, and how little an estimate may read.
 #pragma once
 
 #include "../config.hpp"
@@ -7,17 +6,17 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Token counts per kv_head. Made when a conversation's first prompt ends; the host knows all of it, the device's
-/// lengths only cap it: a head of n tokens has ceil(n / page) pages and reads at most n.
+/// Token counts per kv_head, made when a conversation's first prompt ends. The host knows all of them. The device's
+/// lengths only cap them: a head of n tokens has ceil(n / page) pages and reads at most n.
 struct stage_plan {
-  index_t capacity = 0;  ///< tokens that a head holds (or lets through) at most; with `max_new` where the budget has it
-  index_t retained = 0;  ///< tokens that the first stage keeps, or lets through, when a prompt ends
+  index_t capacity = 0;  ///< upper bound of a head's stored tokens (or candidates); counts the budget's `max_new`
+  index_t retained = 0;  ///< tokens that the first stage retains, or makes candidates, when a prompt ends
   index_t read = 0;      ///< tokens that a step attends: the second stage's k
   double ratio = 1;    ///< capacity over the token budget, at least 1: how much less than all keys an estimate may read
   index_t prompt = 0;  ///< tokens of the conversation's first prompt; 0: not known
 };
 
-/// What the second stage of one sequence needs on the device, where kernels read it as they read lengths: sequences of
+/// What the second stage needs of one sequence. Kernels read it from device memory, as they read lengths: sequences of
 /// one launch differ, and a recorded graph follows when the array changes.
 struct alignas(16) read_plan {
   index_t read = 0;      ///< tokens that a step attends; a head of no more is read whole, without an estimate
@@ -33,10 +32,10 @@ struct alignas(16) read_plan {
     page_shift = 31 + log;
     page_factor = std::uint32_t(((std::uint64_t(1) << page_shift) + std::uint64_t(page) - 1) / std::uint64_t(page));
   }
-  /// Of a scorer of pages that is `fitted`.
+  /// The plan of a fitted scorer of pages.
   template <class Scorer>
-  static read_plan of(const Scorer& fitted, index_t read) {
-    return read_plan(read, fitted.page, fitted.channels, fitted.protected_tail(read));
+  static read_plan fitted_to(const Scorer& scorer, index_t read) {
+    return read_plan(read, scorer.page, scorer.channels, scorer.protected_tail(read));
   }
 
   /// floor(x / page) for x >= 0.
@@ -48,7 +47,7 @@ struct alignas(16) read_plan {
   }
 
  private:
-  // ceil(2^shift / page), shift = 31 + ceil(log2(page)): a division by an unknown number takes the device some twenty
+  // ceil(2^shift / page), shift = 31 + ceil(log2(page)). A division by a run-time number takes the device some twenty
   // instructions, which were a tenth of a short choice (H200, CUDA 13.0).
   std::uint32_t page_factor = std::uint32_t(1) << 31;
   std::int32_t page_shift = 31;

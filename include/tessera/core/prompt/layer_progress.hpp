@@ -1,4 +1,4 @@
-// How far a conversation has come in one layer.
+// How many tokens of a conversation one layer has stored and judged.
 #pragma once
 
 #include <limits>
@@ -9,20 +9,20 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Where a conversation stands in one layer: its next position, and how much of the turn's prompt has come.
+/// The progress of a conversation in one layer: its next position, and the tokens of the turn's prompt so far.
 struct layer_progress {
   index_t next_position = 0;
   index_t turn_tokens = 0;  ///< prompt tokens since the turn began; 0 while decoding
-  segment_cursor text{};    ///< where its segments stand, if the recipe needs them
-  index_t judged = 0;       ///< of the turn's prompt tokens, those among which a chunk's end has chosen
-  index_t again = 0;        ///< the newest of them, which the next choice judges again
+  segment_cursor text{};    ///< the segment of its next token, if the recipe needs segments
+  index_t judged = 0;       ///< prompt tokens of the turn among which the end of a chunk has chosen
+  index_t reconsidered_tokens = 0;  ///< the newest of them: the next choice includes them once more
   bool ended = false;       ///< `end_layer` has been called since the turn began
 
-  /// Errors   so many more tokens would have positions beyond 32 bits, the one behind them included.
+  /// Errors   positions of `tokens` more, and the one behind them, do not fit 32 bits: tessera::error.
   void require_positions(index_t tokens) const {
-    constexpr index_t most = (std::numeric_limits<index_t>::max)();
-    if (tokens <= most - next_position) return;
-    fail("tokens of a sequence", offset_t(next_position) + tokens, "at most " + std::to_string(most),
+    constexpr index_t last = (std::numeric_limits<index_t>::max)();
+    if (tokens <= last - next_position) return;
+    fail("tokens of a sequence", offset_t(next_position) + tokens, "at most " + std::to_string(last),
          "close the sequence and open another one");
   }
 };

@@ -8,47 +8,45 @@ TESSERA_NAMESPACE_BEGIN
 
 /// Extrema of every page of every (sequence, kv_head); row = sequence * kv_heads + head.
 ///
-/// Shapes   a row is [2, D, room]: the smaller values, then the larger ones; a channel's pages stand side by side, so
-///          that a scorer that reads few channels reads whole cache lines. Page p is slots [p * page, (p + 1) * page)
-///          of what the head stores (or of its candidates); the last page may be short.
-///          Pages of one slot hold their key once, whatever it is: [D, room], the keys by channel.
+/// Shapes   a row is [2, D, capacity]: the smaller values, then the larger ones. The pages of a channel stand side by
+///          side, so that a scorer of few channels reads whole cache lines. Page p has the slots
+///          [p * page, (p + 1) * page) of the head (or of its candidates); the last page may be short.
+///          A page of one slot stores its key once: the row is [D, capacity], keys by channel.
 /// Values   those of stored keys, exactly. What is not finite is left out; NaN where a page has nothing else.
-/// Rows     `begins[row]` elements in, with room for `rooms[row]` pages; both null: every row has `room` pages, and
-///          space for both sides.
+/// Rows     a row begins at element `begins[row]` and has memory for `capacities[row]` pages. Both null: every row has
+///          memory for `capacity` pages, and for both sides.
 /// Pages    `page` slots in every row; on the device sequences differ, and each one's `read_plan` says its page.
 template <class T, int D>
 struct page_extrema_view {
   T* data = nullptr;
   index_t page = 1;
-  index_t room = 0;
+  index_t capacity = 0;
   const offset_t* begins = nullptr;
-  const index_t* rooms = nullptr;
+  const index_t* capacities = nullptr;
 
-  TESSERA_HD index_t pages_of_room(offset_t row) const { return rooms ? rooms[row] : room; }
+  TESSERA_HD index_t capacity_of(offset_t row) const { return capacities ? capacities[row] : capacity; }
   TESSERA_HD T* lower(offset_t row, int channel) const {
-    const offset_t width = pages_of_room(row);
+    const offset_t width = capacity_of(row);
     return data + (begins ? begins[row] : row * 2 * D * width) + channel * width;
   }
-  TESSERA_HD T* upper(offset_t row, int channel) const {
-    return lower(row, channel) + D * offset_t(pages_of_room(row));
-  }
+  TESSERA_HD T* upper(offset_t row, int channel) const { return lower(row, channel) + D * offset_t(capacity_of(row)); }
 };
 
 /// Neither NaN nor infinity.
 TESSERA_HD inline bool is_finite(float x) { return x - x == 0; }
 
-/// Elements of one row with room for so many pages.
-TESSERA_HD inline offset_t page_row_elements(index_t page, int k_dim, index_t room) {
-  return offset_t(page == 1 ? 1 : 2) * k_dim * room;
+/// Elements of one row with memory for `capacity` pages.
+TESSERA_HD inline offset_t page_row_elements(index_t page, int k_dim, index_t capacity) {
+  return offset_t(page == 1 ? 1 : 2) * k_dim * capacity;
 }
 
-/// The new extremum of a page that held `held` (NaN: nothing yet) when a key with `fresh` joins it.
-TESSERA_HD inline float lower_with(float held, float fresh) {
-  return is_finite(fresh) && !(held <= fresh) ? fresh : held;
+/// The smaller of a page's extremum (NaN: none yet) and the value of a key that joins the page.
+TESSERA_HD inline float lower_with(float extremum, float value) {
+  return is_finite(value) && !(extremum <= value) ? value : extremum;
 }
-/// The same of the larger values.
-TESSERA_HD inline float upper_with(float held, float fresh) {
-  return is_finite(fresh) && !(held >= fresh) ? fresh : held;
+/// The larger of the two.
+TESSERA_HD inline float upper_with(float extremum, float value) {
+  return is_finite(value) && !(extremum >= value) ? value : extremum;
 }
 
 TESSERA_NAMESPACE_END

@@ -11,35 +11,35 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// No segment is longer: text without punctuation is cut after so many tokens.
-inline constexpr index_t most_segment_tokens = 256;
+/// The longest segment, in tokens. Text without punctuation is cut there.
+inline constexpr index_t max_segment_tokens = 256;
 
-/// Where a text stands: which segment its next token belongs to. Counted over all tokens of a conversation, whatever
-/// has been dropped since, so that chunks of any size number alike.
+/// The segment of a text's next token. All tokens of a conversation count, dropped ones too, so that chunks of any size
+/// give the same numbers.
 struct segment_cursor {
   index_t segment = 0;
-  index_t tokens = 0;  ///< that the segment has so far
+  index_t tokens = 0;  ///< of that segment so far
 
-  /// The next token's segment; `ends`: that token is its last.
-  TESSERA_HD index_t take(bool ends) {
-    const index_t own = segment;
-    if (++tokens == most_segment_tokens || ends) {
+  /// Advances by one token. Returns its segment. `ends`: the token is the last one of its segment.
+  TESSERA_HD index_t advance(bool ends) {
+    const index_t current = segment;
+    if (++tokens == max_segment_tokens || ends) {
       ++segment;
       tokens = 0;
     }
-    return own;
+    return current;
   }
 
-  /// Several tokens at once; `boundaries` [count], 1 after which a segment ends; null: none does.
-  TESSERA_HD void take(const std::uint8_t* boundaries, index_t count) {
-    for (index_t t = 0; t < count; ++t) take(boundaries && boundaries[t] != 0);
+  /// Advances by `count` tokens. `boundaries` [count] is 1 where a segment ends behind the token; null: nowhere.
+  TESSERA_HD void advance(const std::uint8_t* boundaries, index_t count) {
+    for (index_t t = 0; t < count; ++t) advance(boundaries && boundaries[t] != 0);
   }
 };
 
-/// What new tokens say about their segments: where the text stands before them, and after which of them one ends.
+/// The segments of new tokens: the cursor of the first of them, and the tokens behind which a segment ends.
 struct segment_marks {
-  segment_cursor before{};
-  const std::uint8_t* boundaries = nullptr;  ///< one a token, 0 or 1; null: no segment ends, but for its length
+  segment_cursor start{};
+  const std::uint8_t* boundaries = nullptr;  ///< a flag for each token, 0 or 1; null: segments end by their length only
 };
 
 /// Errors   other than one flag for each of `tokens` tokens; flags that are neither 0 nor 1: tessera::error.
@@ -48,7 +48,7 @@ inline void require_boundaries(std::span<const std::uint8_t> boundaries, index_t
           "one flag for each new token, which are " + std::to_string(tokens),
           "pass 1 for a token after which a segment of the text ends, else 0");
   for (std::size_t t = 0; t < boundaries.size(); ++t) {
-    if (boundaries[t] > 1)  // words for the one that is wrong, not for each that is right
+    if (boundaries[t] > 1)  // makes its strings only where one is wrong
       fail("boundaries[" + std::to_string(t) + "]", int(boundaries[t]), "0 or 1",
            "pass 1 for a token after which a segment of the text ends");
   }

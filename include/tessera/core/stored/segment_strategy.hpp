@@ -24,12 +24,12 @@ inline constexpr std::array<index_t, 3> strategy_groups{4, 2, 1};
 /// Tokens of a block, in the order in which a search prefers them.
 inline constexpr std::array<index_t, 3> strategy_blocks{16, 8, 4};
 
-/// What has come of the segments of a sequence that have ended.
+/// How the ended segments of a sequence are packed.
 struct strategy_report {
-  index_t searched = 0;    ///< packed by a strategy of their own now
-  index_t kept = 0;        ///< left as they were, by the strategy before them
-  bool searching = false;  ///< one of them is being worked on
-  std::string problem;     ///< why the last one was left; empty where none was, or where it went by the rules
+  index_t searched = 0;    ///< packed by a strategy of their own
+  index_t unchanged = 0;   ///< still packed by the strategy of the segment before them
+  bool searching = false;  ///< a search is at work
+  std::string problem;     ///< why the last search failed; empty where none did
 };
 
 TESSERA_NAMESPACE_END

@@ -21,7 +21,7 @@ struct slot_column {
     return data +
            (begin ? begin[offset_t(sequence) * kv_heads + head] : sequence * sequence_stride + head * head_stride);
   }
-  TESSERA_HD T& at(index_t sequence, index_t head, index_t kv_heads, index_t slot) const {
+  TESSERA_HD T& entry(index_t sequence, index_t head, index_t kv_heads, index_t slot) const {
     return row(sequence, head, kv_heads)[slot];
   }
   /// The same column, only read.

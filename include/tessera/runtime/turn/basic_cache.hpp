@@ -20,19 +20,17 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Stores, compresses and attends the KV cache of a model by one recipe. tessera::cache does it on the CPU,
-/// tessera::cuda::cache on a GPU: their headers say what differs. Engines name those two.
+/// Stores, compresses and attends the KV cache of a model by one recipe. Engines use it as tessera::cache on the CPU
+/// and as tessera::cuda::cache on a GPU; their headers list the differences.
 ///
 /// A turn is: `prefill` a chunk in every layer, and its attention if the engine has none of its own, chunk after chunk;
 /// `end_prefill` once; then for each step `prepare_step`, and `decode` in every layer. The next turn begins with the
 /// next `prefill`. Keys and queries come after RoPE; positions are counted here and survive every eviction.
-/// Queues   on a GPU every call is given the stream that it works in, as its last argument or before `boundaries`; on
-///          the CPU nothing is given.
-/// Errors   bad shapes, unknown sequences and steps out of order throw tessera::error before anything is changed. Where
-///          memory runs out, std::bad_alloc, or what else the program's operator new throws: the cache then answers as
-///          if it had not been called, and `close` never fails.
-/// Floats   calls calculate in the mode that programs begin with (core/host/float_mode.hpp), and leave the caller's as
-///          it was.
+/// Queues   on a GPU every call has its stream as last argument, or before `boundaries`; on the CPU there is none.
+/// Errors   bad shapes, unknown sequences and steps out of order throw tessera::error before anything changes. Where
+///          memory runs out, std::bad_alloc or another exception of the program's operator new: the cache is then as if
+///          the call had not been made. `close` never fails.
+/// Floats   calls calculate in the mode that programs begin with (core/host/float_mode.hpp), and restore the caller's.
 template <class Recipe, class Backend>
 class basic_cache {
   static_assert(check_backend<Backend, planned<Recipe>, conversations<Recipe>, batch, prompt_chunk>());
@@ -48,7 +46,7 @@ class basic_cache {
   static constexpr int k_dim = layout::k_dim, v_dim = layout::v_dim;
 
   /// `resources`: the CPU's executor, or the sizes of a device's cache.
-  /// Errors   a shape, a recipe or a pair of them that makes no sense; no executor: tessera::error.
+  /// Errors   an impossible shape, recipe or pair of them; no executor: tessera::error.
   basic_cache(model_shape shape, Recipe recipe, typename Backend::resources resources)
       : shape_((shape.check(), std::move(shape))),
         recipe_((recipe.check(), std::move(recipe))),
@@ -63,7 +61,7 @@ class basic_cache {
   /// Changes the token budget. The new one takes effect when the schedule retains next, or with the next step that
   /// retrieves by exact scores; where the budget pays for an estimate, at the end of the next turn's prompt. On a GPU
   /// it allocates and synchronises, and steps that a graph recorded must be recorded anew.
-  /// Errors   a budget that the recipe does not take; on a GPU, a prepared step that has layers to go: tessera::error.
+  /// Errors   a budget that the recipe does not allow; on a GPU, a prepared step with layers to go: tessera::error.
   void set_budget(index_t tokens, default_queue queue = {}) {
     const default_float_mode mode;
     Recipe changed = recipe_;
@@ -75,7 +73,7 @@ class basic_cache {
     backend_.follow_plans(conversations_, queue);
   }
 
-  /// Opens an empty sequence and returns its id; ids of closed sequences are used again.
+  /// Opens an empty sequence and returns its id: the lowest closed one, or a new one.
   index_t open(default_queue queue = {}) {
     const default_float_mode mode;
     conversations_.require_room(backend_.max_sequences());
@@ -83,18 +81,18 @@ class basic_cache {
     return conversations_.open(recipe_);
   }
 
-  /// Opens a sequence that goes on from where another one stands, and returns its id. Both then hold, choose and answer
-  /// what the one would have; neither sees what becomes of the other. Rows are copied, finished segments of packed rows
-  /// are shared; on a GPU they stay where they are until the sequence that packed them is closed.
-  /// Errors   a prompt or a step that is under way, on a GPU that of any sequence; pages that a pool has not:
-  ///          tessera::error. What a graph replays is not seen: fork behind it.
+  /// Opens a copy of a sequence, and returns its id. Both then store, choose and answer what the one would have, and
+  /// are independent. Rows are copied. Finished segments of packed rows are shared; on a GPU they stay in memory until
+  /// the sequence that packed them is closed.
+  /// Errors   a prompt or a step under way, on a GPU that of any sequence; a pool with too few pages: tessera::error.
+  ///          Work that a graph replays is not known to the host: fork behind it.
   index_t fork(index_t id, default_queue queue = {}) {
     const default_float_mode mode;
     conversations_.check_fork(id);
     conversations_.require_room(backend_.max_sequences());
     backend_.check_fork(id);
     const index_t copy = conversations_.next_id();
-    backend_.fork(id, copy, conversations_.at(id).policies, queue);
+    backend_.fork(id, copy, conversations_.sequence(id).policies, queue);
     try {
       return conversations_.fork(id);
     } catch (...) {
@@ -110,25 +108,25 @@ class basic_cache {
 
   // --- prompts -------------------------------------------------------------------------------------------------------
 
-  /// Makes room for so many more tokens in every layer, so that a prompt's rows do not move while it comes.
+  /// Reserves memory for `tokens` more in every layer, so that a prompt's rows do not move from chunk to chunk.
   void reserve(index_t id, index_t tokens, queue_type queue) requires has_queue {
-    conversations_.at(id);
+    conversations_.sequence(id);
     require(tokens >= 0, "tokens to reserve", tokens, "0 or more", "pass the prompt's length");
     backend_.reserve(id, tokens, queue);
   }
 
-  /// Says how many tokens the turn's prompt will have, before its first chunk: budgets that give shares of it then know
-  /// them, and a store with a pool of pages sets aside what the prompt takes at most, or throws. Where the schedule
-  /// chooses after chunks, what it sets aside is for chunks no longer than the schedule's. Need not be called.
+  /// Announces how many tokens the turn's prompt will have, before its first chunk. Budgets of shares then know their
+  /// counts, and a store with a pool of pages reserves the prompt's peak, or throws. Where the schedule chooses after
+  /// chunks, the reservation is for chunks no longer than the schedule's. The call is optional.
   void announce(index_t id, index_t tokens) {
     const default_float_mode mode;
     const planned<Recipe> policies = conversations_.plan_announced(recipe_, id, tokens);
     if constexpr (Backend::in_groups)
-      backend_.reserve_pages(id, backend_.plan_pages(id, recipe_, policies, tokens).most);
+      backend_.reserve_pages(id, backend_.plan_pages(id, recipe_, policies, tokens).peak);
     conversations_.announce(id, tokens, policies);
   }
 
-  /// Appends a chunk of the prompt to one layer and lets the scorer observe its queries.
+  /// Appends a chunk of the prompt to one layer. The scorer observes its queries.
   /// Shapes   k, v [tokens, kv_heads, dim]; q [n_q, q_heads, k_dim], the queries of the chunk's last n_q tokens: all of
   ///          them, or fewer where the scorer needs fewer (its window, or none). boundaries [tokens], on the host, for
   ///          a recipe that `needs_segments`: 1 for a token after which a segment of the text ends, else 0; the same in
@@ -140,9 +138,10 @@ class basic_cache {
     const sequence_layer owner{layer, id};
     const read_rows<Q, K, V> queries = q, keys = k, values = v;
     conversations_.check_chunk(recipe_, owner, queries, keys, values);
-    const prompt_chunk chunk{conversations_.at(owner).next_position, conversations_.at(owner).turn_tokens == 0,
+    const prompt_chunk chunk{conversations_.progress(owner).next_position,
+                             conversations_.progress(owner).turn_tokens == 0,
                              conversations_.check_boundaries(owner, boundaries, k.tokens)};
-    const planned<Recipe>& policies = conversations_.at(id).policies;
+    const planned<Recipe>& policies = conversations_.sequence(id).policies;
     backend_.check_chunk(owner, queries);
     if (chunk.begins && layer == 0) backend_.begin_prompt(id, queue);  // before the turn's rows join what is open
     if (conversations_.chunk_is_due(recipe_, owner, k.tokens)) {
@@ -150,7 +149,8 @@ class basic_cache {
       backend_.end_chunk(owner, policies, conversations_.reach(owner), reconsidered, queue);
       conversations_.ended_chunk(owner, reconsidered);
     }
-    if (layer == 0 && conversations_.at(id).announced == 0) backend_.expect_chunk(id, k.tokens);  // for all layers
+    if (layer == 0 && conversations_.sequence(id).announced == 0)
+      backend_.expect_chunk(id, k.tokens);  // for all layers
     backend_.append_chunk(owner, policies, chunk, queries, keys, values, queue);
     conversations_.took_chunk(owner, k.tokens, chunk.marks);
   }
@@ -160,8 +160,9 @@ class basic_cache {
     prefill(layer, id, q, k, v, queue_type(), boundaries);
   }
 
-  /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores or, where the recipe's
-  /// prefill policy chooses lines, over the lines that it chooses by these queries: then pass a whole chunk at once.
+  /// Causal attention of the newest q.tokens tokens of a layer over all of its stored tokens. Where the recipe's
+  /// prefill policy chooses lines, attention is along the lines that it chooses by these queries: then pass a whole
+  /// chunk.
   /// Shapes   q [tokens, q_heads, k_dim], out [tokens, q_heads, v_dim], lse [tokens, q_heads] (data null: not wanted).
   template <class Q>
   void prefill_attention(index_t layer, index_t id, const rows_view<Q>& q, const rows_view<Out>& out,
@@ -170,13 +171,14 @@ class basic_cache {
     const sequence_layer owner{layer, id};
     const read_rows<Q> queries = q;
     conversations_.check_prompt_attention(owner, queries, out, lse);
-    backend_.attend_chunk(owner, recipe_, conversations_.at(owner).next_position - q.tokens, queries, out, lse, queue);
+    backend_.attend_chunk(owner, recipe_, conversations_.progress(owner).next_position - q.tokens, queries, out, lse,
+                          queue);
   }
 
-  /// Passes tokens through one layer once more, for a scorer that wants it (KVzip): they stand behind the prompt,
-  /// attend to everything that is stored and to themselves, and are forgotten. What they look at among the `count`
-  /// prompt tokens from position `first` on becomes these tokens' scores. After the prompt's last chunk, before
-  /// `end_prefill`, as often as wanted.
+  /// Passes tokens through one layer once more, for a scorer of rereadings (KVzip). They follow the prompt, attend to
+  /// all stored tokens and to themselves, and are not stored. The probabilities that they give to the `count` prompt
+  /// tokens from position `first` on become scores of these. Call it between the prompt's last chunk and `end_prefill`,
+  /// any number of times.
   /// Shapes   q, k, v, out as those of `prefill` and `prefill_attention`, one query for each key.
   template <class Q, class K, class V>
   void reread(index_t layer, index_t id, index_t first, index_t count, const rows_view<Q>& q, const rows_view<K>& k,
@@ -186,28 +188,28 @@ class basic_cache {
     const sequence_layer owner{layer, id};
     const read_rows<Q, K, V> queries = q, keys = k, values = v;
     conversations_.check_rereading(owner, first, count, queries, keys, values, out);
-    const reread_part part{first, first + count, conversations_.at(owner).next_position};
-    backend_.reread(owner, conversations_.at(id).policies, part, queries, keys, values, out, queue);
+    const reread_part part{first, first + count, conversations_.progress(owner).next_position};
+    backend_.reread(owner, conversations_.sequence(id).policies, part, queries, keys, values, out, queue);
   }
 
-  /// Says that the turn's prompt has been through a layer, its attention included. What its end needs of this layer
-  /// alone is done now: packed rows become segments where their method chooses no tokens, so that a prompt in one chunk
-  /// needs one layer's whole rows, not all layers'. Changes no answer; need not be called.
+  /// Ends the turn's prompt in one layer, after the layer's attention. It does now the part of the prompt's end that
+  /// needs this layer alone: where a method chooses no tokens, rows are packed to segments, so that a prompt in one
+  /// chunk needs the whole rows of one layer instead of all. Changes no answer. The call is optional.
   ///
-  /// On a GPU segments are made on a stream of the cache's own, and take the place of whole rows when the next layer
-  /// ends that packs, or a step is prepared, or sooner where the pool has no room: a prompt in one chunk needs two
-  /// layers' whole rows, or one. What joins a segment, or has no basis, waits for `end_prefill`. Not within a step.
+  /// On a GPU segments are made on a stream of the cache's own. They replace whole rows when the next packing layer
+  /// ends, when a step is prepared, or sooner if the pool is full: a prompt in one chunk needs the whole rows of two
+  /// layers, or one. Rows that join a segment, or have no basis, wait for `end_prefill`. Not within a step.
   /// Errors   on the CPU, rows without a basis: tessera::error, and the layer has not ended.
   void end_layer(index_t layer, index_t id, queue_type queue = {}) {
     const default_float_mode mode;
     const sequence_layer owner{layer, id};
     conversations_.check_layer_end(owner);
-    backend_.end_layer(owner, recipe_, conversations_.at(owner).turn_tokens, queue);
+    backend_.end_layer(owner, recipe_, conversations_.progress(owner).turn_tokens, queue);
     conversations_.end_layer(owner);
   }
 
-  /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or
-  /// what a filter lets through. The first turn's end also plans what the budget comes to: see `plan`.
+  /// Ends a turn's prompt. Where the schedule fires, every layer chooses the tokens that it keeps and frees the rest,
+  /// or chooses a filter's candidates. The end of the first prompt also makes the plan: see `plan`.
   void end_prefill(index_t id, queue_type queue = {}) {
     const default_float_mode mode;
     const planned<Recipe> policies = conversations_.plan_prompt_end(recipe_, id);
@@ -218,8 +220,8 @@ class basic_cache {
 
   // --- steps ---------------------------------------------------------------------------------------------------------
 
-  /// What the next step of 1 to 8 tokens does, for every layer's `decode`; room for it in every layer. On a GPU it is
-  /// the host's part of a step, of at most cache_options::step_tokens tokens: call it before a replayed one too, and
+  /// Prepares a step of 1 to 8 tokens for every layer's `decode`, and reserves its memory in every layer. On a GPU it
+  /// is the host's part of a step of at most cache_options::step_tokens tokens: call it before a replayed step too, and
   /// never record it. boundaries [ids, tokens], on the host, for a recipe that `needs_step_segments`: 1 for a token
   /// after which a segment of the text ends, else 0.
   batch prepare_step(const host_vector<index_t>& ids, index_t tokens, queue_type queue = {},
@@ -236,7 +238,7 @@ class basic_cache {
     return prepare_step(ids, tokens, queue_type(), boundaries);
   }
 
-  /// The device's part of a step, first of all: what the batch needs is gathered, positions and lengths move on.
+  /// The device's part of a step, before its layers: gathers the batch's numbers and advances positions and lengths.
   void begin_step(const batch& step, queue_type queue) requires has_queue { backend_.begin_step(step, queue); }
 
   /// One layer of a decode step for a batch of sequences, of any ids: append, retrieve, attend, retain.
@@ -255,8 +257,8 @@ class basic_cache {
 
   // --- answers -------------------------------------------------------------------------------------------------------
 
-  /// The logical position of the next token: tokens seen so far in layer 0.
-  index_t next_position(index_t id) const { return conversations_.at(id).front().next_position; }
+  /// The logical position of the next token: the number of tokens that layer 0 has had.
+  index_t next_position(index_t id) const { return conversations_.sequence(id).front().next_position; }
 
   /// Tokens that a layer stores for one kv_head, and their logical positions, ascending. On a GPU `positions`
   /// synchronises.
@@ -267,17 +269,17 @@ class basic_cache {
     return backend_.positions(checked({layer, id}, head), head);
   }
 
-  /// What the budget comes to in this sequence, since its first prompt ended.
-  stage_plan plan(index_t id) const { return conversations_.at(id).policies.plan; }
+  /// The plan of this sequence, made when its first prompt ended.
+  stage_plan plan(index_t id) const { return conversations_.sequence(id).policies.plan; }
 
-  /// Logical positions that this turn's steps may read of one kv_head: what a filter let through and what was decoded
-  /// since; everything stored where there is no filter. On a GPU it synchronises.
+  /// Logical positions that this turn's steps may read of one kv_head: a filter's candidates and the tokens decoded
+  /// since; without a filter all stored ones. On a GPU it synchronises.
   host_vector<index_t> readable(index_t layer, index_t id, index_t head) const {
     return backend_.readable(checked({layer, id}, head), head);
   }
 
-  /// Whether decode steps write down which positions they attend; off by default. On a GPU a traced step synchronises
-  /// and cannot be recorded.
+  /// Whether decode steps record the positions that they attend; off by default. On a GPU a traced step synchronises
+  /// and cannot be recorded as a graph.
   void trace_attended(bool on) { backend_.trace_attended(on); }
   /// Positions that the last traced decode step of a layer attended, by kv_head, or by query head where those of a
   /// group read apart.
@@ -285,57 +287,56 @@ class basic_cache {
     return backend_.attended(checked({layer, id}));
   }
 
-  /// Whether prompts write down which lines they attend; off by default. On a GPU a traced call synchronises.
+  /// Whether prompts record the lines that they attend; off by default. On a GPU a traced call synchronises.
   void trace_lines(bool on) { backend_.trace_lines(on); }
   /// Lines of the last traced prompt chunk of a layer; no heads where all of its rows attend everything.
   const prompt_lines& lines(index_t layer, index_t id) const { return backend_.lines(checked({layer, id})); }
 
-  /// Whether the first stage writes down what it ranked; off by default. On the CPU.
+  /// Whether the first stage records the tokens that it ranked; off by default. On the CPU.
   void trace_ranked(bool on) requires(!has_queue) { backend_.trace_ranked(on); }
-  /// Tokens that competed in the last traced choice of a layer, and their scores, by kv_head; nothing where none was
-  /// due.
+  /// Tokens that competed in the last traced choice of a layer, and their scores, by kv_head; empty without a choice.
   const auto& ranked(index_t layer, index_t id) const requires(!has_queue) {
     return backend_.ranked(checked({layer, id}));
   }
 
-  /// A view of what a layer stores, for engines with attention of their own. Valid until the cache changes.
+  /// A view of the stored rows of a layer, for engines with their own attention. Valid until the cache changes.
   auto view(index_t layer, index_t id) { return backend_.view(checked({layer, id})); }
   auto view(index_t layer, index_t id) const requires has_queue { return backend_.view(checked({layer, id})); }
 
-  /// Bytes that a sequence holds in all layers: rows and columns, remembered queries, what the second stage keeps.
-  offset_t bytes(index_t id) const { return backend_.bytes(id, conversations_.at(id).policies); }
+  /// Bytes of a sequence in all layers: rows and columns, observed queries, the second stage's index.
+  offset_t bytes(index_t id) const { return backend_.bytes(id, conversations_.sequence(id).policies); }
 
   /// Distinct bytes of stored K, V and scores, of candidates, index and sums, that the last decode step of a sequence
   /// touched, summed over layers. What a step writes is not counted. On a GPU it synchronises.
-  offset_t bytes_read(index_t id) const { return backend_.bytes_read(id, recipe_, conversations_.at(id)); }
+  offset_t bytes_read(index_t id) const { return backend_.bytes_read(id, recipe_, conversations_.sequence(id)); }
 
-  /// Bytes of K and V of an uncompressed sequence of that many tokens.
+  /// Bytes of K and V of an uncompressed sequence of `tokens` tokens.
   offset_t full_bytes(index_t tokens) const {
     return offset_t(shape_.layers) * shape_.kv_heads * tokens * layout::token_bytes();
   }
 
-  /// Of a store with ragged pages: what a prompt of so many tokens takes of the pool, its chunks no longer than the
-  /// schedule's and ending at its multiples; pages that each group of heads of a sequence holds; the most that a new
-  /// sequence's prompt takes.
+  /// Of a store with ragged pages. `plan_pages`: the pages that a prompt of `tokens` tokens needs, with chunks no
+  /// longer than the schedule's that end at its multiples. `pages`: pages of each group of heads of a sequence.
+  /// `upper_bound_pages`: the peak of a new sequence's prompt.
   page_plan plan_pages(index_t id, index_t tokens) const requires(Backend::in_groups) {
     return backend_.plan_pages(id, recipe_, conversations_.plan_announced(recipe_, id, tokens), tokens);
   }
   host_vector<index_t> pages(index_t id) const requires(Backend::in_groups) {
-    conversations_.at(id);
+    conversations_.sequence(id);
     const auto& rows = backend_.store().rows();
-    host_vector<index_t> held;
-    for (index_t group = 0; group < rows.groups().count(); ++group) held.push_back(rows.held(id, group));
-    return held;
+    host_vector<index_t> counts;
+    for (index_t group = 0; group < rows.groups().count(); ++group) counts.push_back(rows.page_count(id, group));
+    return counts;
   }
   index_t upper_bound_pages(index_t tokens) const requires(Backend::in_groups) {
-    return backend_.plan_pages(-1, recipe_, conversations_.plan_first(recipe_, tokens), tokens).most;
+    return backend_.plan_pages(-1, recipe_, conversations_.plan_first(recipe_, tokens), tokens).peak;
   }
 
-  /// Of rows whose segments' strategies are searched: what has come of it, and the thread that searches. `search_on`
-  /// gives another one, before the first step; copies of a cache share it. Where it was stopped, caches go on with the
-  /// strategies that they have.
+  /// Of rows whose segments' strategies are searched: a report, and the thread that searches. `search_on` sets another
+  /// thread, before the first step; copies of a cache share it. Once it is stopped, caches keep the strategies that
+  /// they have.
   strategy_report strategies(index_t id) const requires searches {
-    conversations_.at(id);
+    conversations_.sequence(id);
     return backend_.store().searches().report(id);
   }
   const std::shared_ptr<background>& searcher() const requires searches {
@@ -346,13 +347,13 @@ class basic_cache {
     backend_.store().searches().use(std::move(worker));
   }
 
-  /// On a GPU: gives back memory that the stored rows do not need, or takes more: for what is stored and `tokens` more
-  /// of every sequence, in place of cache_options::rows. Rows in pages stay. Steps that a graph recorded must be
-  /// recorded anew. Allocates the new memory before the old is given back; synchronises.
-  /// Errors   not enough of it, or a step that has begun has layers to go: tessera::error, and nothing has changed.
+  /// On a GPU: reallocates the rows for the stored tokens and `tokens` more of every sequence, in place of
+  /// cache_options::rows. Rows in pages stay. Steps that a graph recorded must be recorded anew. Allocates the new
+  /// memory before it releases the old one; synchronises.
+  /// Errors   too little memory, or a step with layers to go: tessera::error, and nothing has changed.
   void fit_memory(index_t tokens, queue_type queue) requires has_queue { backend_.fit_memory(tokens, queue); }
-  /// On a GPU: the most bytes of rows that were ever in use at one time, all sequences together.
-  offset_t most_bytes() const requires has_queue { return backend_.store().most_bytes(); }
+  /// On a GPU: the largest number of bytes of rows that were ever in use at one time, all sequences together.
+  offset_t peak_bytes() const requires has_queue { return backend_.store().peak_bytes(); }
   /// On the device, by sequence of the batch: the position of the first token of the step that `begin_step` began.
   const index_t* step_positions() const requires has_queue { return backend_.step_positions(); }
 
@@ -362,7 +363,7 @@ class basic_cache {
   using read_rows = rows_view<const common_element<Rows...>>;
 
   sequence_layer checked(sequence_layer owner) const {
-    conversations_.at(owner);
+    conversations_.progress(owner);
     return owner;
   }
   sequence_layer checked(sequence_layer owner, index_t head) const {

@@ -1,4 +1,4 @@
-// What one decode step of a cache does: its sequences, how many tokens each has, and when the first stage chooses.
+// One decode step of a cache: its sequences, its tokens, and when the first stage chooses.
 #pragma once
 
 #include <algorithm>
@@ -10,15 +10,15 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// What one decode step of a cache does, made by `prepare_step` and handed to every layer. An engine that records steps
-/// keys its graphs by the number of sequences, `tokens` and the actions.
+/// One decode step of a cache. `prepare_step` makes it, every layer gets it. An engine that records steps keys its
+/// graphs by the number of sequences, `tokens` and the two actions.
 struct batch {
   host_vector<index_t> ids;
   index_t tokens = 0;
   bool evicts_first = false;               ///< the first stage chooses before the step reads
   bool evicts_last = false;                ///< the first stage chooses when the step has been attended
   host_vector<std::uint8_t> boundaries{};  ///< [sequences, tokens], of a recipe that needs them in steps
-  /// of the step among those of its cache and the cache's copies, from 1: an older one is refused
+  /// Number of the step among those of its cache and the cache's copies, from 1. An older step is refused.
   std::uint64_t number = 0;
 
   index_t sequences() const { return index_t(ids.size()); }
@@ -30,8 +30,8 @@ struct batch {
   }
 };
 
-/// Tokens of a decode step, at most.
-inline constexpr index_t most_step_tokens = 8;
+/// The largest number of tokens of a decode step.
+inline constexpr index_t max_step_tokens = 8;
 
 /// The first of three counts that is not `wanted`; `wanted` where there is none.
 inline index_t first_other(index_t wanted, index_t a, index_t b, index_t c) {

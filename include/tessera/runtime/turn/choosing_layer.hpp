@@ -1,4 +1,4 @@
-// Which layer's choice a layer takes over when a prompt ends.
+// The layer whose choice a layer uses when a prompt ends.
 #pragma once
 
 #include "../../planned.hpp"
@@ -6,8 +6,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// The layer whose choice this one takes when a prompt ends: its own or, where the recipe's scope reuses choices, an
-/// earlier one's. Layers that do not follow the recipe do not count.
+/// The layer whose choice this one uses when a prompt ends: itself or, where the recipe's scope reuses choices, an
+/// earlier one. Layers that do not follow the recipe are left out.
 template <class Recipe>
 index_t choosing_layer(index_t layer, const planned<Recipe>& policies, const layer_roles& roles) {
   if constexpr (Recipe::retain_type::reuses) {

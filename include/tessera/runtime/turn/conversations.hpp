@@ -1,4 +1,4 @@
-// What the host knows of a cache's conversations: which are open, where they stand, what is due. Both caches share it.
+// The host's state of a cache's conversations: which are open, their progress, what is due. Both caches share it.
 #pragma once
 
 #include <algorithm>
@@ -30,28 +30,28 @@ class conversations {
     recipe.retain.check_model(shape.layers, shape.kv_heads);
   }
 
-  /// The id that `open` opens next: the first of those that have been closed, or a new one.
+  /// The id that `open` gives next: the lowest closed one, or a new one.
   index_t next_id() const { return closed_.empty() ? size() : closed_.lowest(); }
   /// Errors   all of `capacity` sequences are open; 0: there is no such bound.
   void require_room(index_t capacity) const {
     require(capacity == 0 || next_id() < capacity, "open sequences", next_id(), "fewer before another is opened",
             "close one, or raise cache_options::sequences");
   }
-  /// An empty conversation; ids of closed ones are used again.
+  /// Opens an empty conversation.   Returns  its id.
   index_t open(const Recipe& recipe) {
     const index_t id = next_id();
-    conversation fresh{true, {}, 0, 0, -1, planned<Recipe>(recipe, 0), {}};
-    fresh.layers.resize(std::size_t(shape_.layers));
-    return put(id, std::move(fresh));
+    conversation opened{true, {}, 0, 0, -1, planned<Recipe>(recipe, 0), {}};
+    opened.layers.resize(std::size_t(shape_.layers));
+    return insert(id, std::move(opened));
   }
-  /// Another conversation that stands where this one does; `check_fork` and room for it come first.
+  /// Opens a copy of a conversation. Call `check_fork` and `require_room` first.   Returns  its id.
   index_t fork(index_t id) {
-    conversation fresh = at(id);
-    fresh.step = 0;  // what it may decode, and reports, it has yet to prepare
-    return put(next_id(), std::move(fresh));
+    conversation copy = sequence(id);
+    copy.step = 0;  // a step of the copy must be prepared before it is decoded
+    return insert(next_id(), std::move(copy));
   }
   void check_fork(index_t id) const {
-    const conversation& c = at(id);
+    const conversation& c = sequence(id);
     for (const layer& state : c.layers) {
       require(state.turn_tokens == 0 && c.announced == 0, "tokens of this turn",
               (std::max)(state.turn_tokens, c.announced), "0",
@@ -68,24 +68,24 @@ class conversations {
     closed_.add(id);
   }
 
-  const conversation& at(index_t id) const {
+  const conversation& sequence(index_t id) const {
     require_open(id);
     return all_[std::size_t(id)];
   }
-  const layer& at(sequence_layer owner) const {
+  const layer& progress(sequence_layer owner) const {
     if (owner.layer < 0 || owner.layer >= shape_.layers) {
       fail("layer", owner.layer, "0 to " + std::to_string(shape_.layers - 1), "pass a layer of the model");
     }
-    return at(owner.id).layers[std::size_t(owner.layer)];
+    return sequence(owner.id).layers[std::size_t(owner.layer)];
   }
   void check_head(sequence_layer owner, index_t head) const {
-    at(owner);
+    progress(owner);
     require(head >= 0 && head < shape_.kv_heads, "kv_head", head, "0 to " + std::to_string(shape_.kv_heads - 1),
             "pass a kv_head of the model");
   }
-  /// Of a turn's prompt.
+  /// A layer's progress.   Errors   `end_layer` has ended the layer's prompt: tessera::error.
   const layer& require_not_ended(sequence_layer owner) const {
-    const layer& state = at(owner);
+    const layer& state = progress(owner);
     require(!state.ended, "layer of this turn's prompt", owner.layer, "one that end_layer has not ended",
             "call end_layer behind the layer's last chunk and its attention");
     return state;
@@ -95,7 +95,7 @@ class conversations {
 
   void follow_budget(const Recipe& recipe) {
     none_.follow(recipe);
-    for (conversation& each : all_) each.policies.follow(recipe);
+    for (conversation& c : all_) c.policies.follow(recipe);
   }
 
   // --- prompts -------------------------------------------------------------------------------------------------------
@@ -109,31 +109,30 @@ class conversations {
     require(given == 1, "sequences of a prompt chunk", given, "1", "prefill one sequence at a time");
     require(k.tokens >= 1, "tokens of a prompt chunk", k.tokens, "at least 1", "skip empty chunks");
     recipe.require_queries(q.tokens, k.tokens);
-    at(owner).require_positions(k.tokens);
-    const conversation& c = at(owner.id);
-    const index_t after = at(owner).turn_tokens + k.tokens;
-    require(c.announced == 0 || after <= c.announced, "tokens of this turn", after,
+    progress(owner).require_positions(k.tokens);
+    const conversation& c = sequence(owner.id);
+    const index_t turn_tokens = progress(owner).turn_tokens + k.tokens;
+    require(c.announced == 0 || turn_tokens <= c.announced, "tokens of this turn", turn_tokens,
             "at most those that were announced, which are " + std::to_string(c.announced),
             "announce the whole prompt before its first chunk");
   }
-  /// Of a chunk's new tokens; `boundaries` are looked at where the recipe needs them.
+  /// The segments of a chunk's new tokens; `boundaries` are read only where the recipe needs them.
   segment_marks check_boundaries(sequence_layer owner, std::span<const std::uint8_t> boundaries,
                                  index_t tokens) const {
     if constexpr (!Recipe::needs_segments) return {};
     require_boundaries(boundaries, tokens);
-    return {at(owner).text, boundaries.data()};
+    return {progress(owner).text, boundaries.data()};
   }
-  /// The segments of a step's tokens, of its b-th sequence. A recipe without boundaries in steps ends none but by its
-  /// length.
+  /// The segments of the tokens of a step's b-th sequence. Without boundaries in steps, segments end by their length.
   segment_marks step_marks(index_t layer_index, const batch& step, index_t b) const {
-    return {at({layer_index, step.ids[std::size_t(b)]}).text,
+    return {progress({layer_index, step.ids[std::size_t(b)]}).text,
             step.boundaries.empty() ? nullptr : step.boundaries.data() + offset_t(b) * step.tokens};
   }
   void took_chunk(sequence_layer owner, index_t tokens, const segment_marks& marks = {}) {
     layer& state = find(owner.id).layers[std::size_t(owner.layer)];
     state.next_position += tokens;
     state.turn_tokens += tokens;
-    if constexpr (Recipe::needs_segments) state.text.take(marks.boundaries, tokens);
+    if constexpr (Recipe::needs_segments) state.text.advance(marks.boundaries, tokens);
   }
   template <class E, class Out>
   void check_prompt_attention(sequence_layer owner, const rows_view<const E>& q, const rows_view<Out>& out,
@@ -148,14 +147,14 @@ class conversations {
             "call prefill for the chunk first");
   }
 
-  /// The policies of a new conversation whose prompt will have so many tokens.
+  /// The policies of a new conversation whose prompt will have `tokens` tokens.
   static planned<Recipe> plan_first(const Recipe& recipe, index_t tokens) {
     check_announced(tokens);
     return planned<Recipe>(recipe, tokens);
   }
-  /// The policies of a conversation whose next prompt will have so many tokens.
+  /// The policies of a conversation whose next prompt will have `tokens` tokens.
   planned<Recipe> plan_announced(const Recipe& recipe, index_t id, index_t tokens) const {
-    const conversation& c = at(id);
+    const conversation& c = sequence(id);
     check_announced(tokens);
     for (const layer& state : c.layers) {
       require(state.turn_tokens == 0, "tokens of this turn", state.turn_tokens, "0",
@@ -168,35 +167,35 @@ class conversations {
     find(id).policies = policies;
   }
 
-  /// What earlier choices have settled of a turn's prompt in a layer.
+  /// The tokens of a turn's prompt in a layer: settled by earlier choices, and those that compete.
   prompt_reach reach(sequence_layer owner) const {
-    const layer& state = at(owner);
+    const layer& state = progress(owner);
     const index_t begin = state.next_position - state.turn_tokens;
-    return {begin, begin + state.judged - state.again, state.next_position};
+    return {begin, begin + state.judged - state.reconsidered_tokens, state.next_position};
   }
-  /// Whether a layer chooses among what has been written of a prompt before `tokens` more are.
+  /// Whether a layer chooses among its prompt tokens before `tokens` more are appended.
   bool chunk_is_due(const Recipe& recipe, sequence_layer owner, index_t tokens) const {
     if constexpr (Recipe::schedule_type::fires_at(moment::chunk_end)) {
-      const layer& state = at(owner);
-      turn_clock now{at(owner.id).now.turn + 1, 0};
+      const layer& state = progress(owner);
+      turn_clock now{sequence(owner.id).now.turn + 1, 0};
       now.waiting = state.turn_tokens - state.judged;
       now.coming = tokens;
-      return at(owner.id).policies.first.budget.knows_shares() && recipe.schedule.due(moment::chunk_end, now);
+      return sequence(owner.id).policies.first.budget.knows_shares() && recipe.schedule.due(moment::chunk_end, now);
     }
     return false;
   }
-  /// Of a chunk whose end chooses now: the newest tokens of the prompt that the next choice considers again.
+  /// When the end of a chunk chooses: how many of the prompt's newest tokens the next choice considers once more.
   index_t reconsidered_tokens(sequence_layer owner) const {
     if constexpr (Recipe::retain_type::settles) {
-      const auto& first = at(owner.id).policies.first;
-      const layer& state = at(owner);
+      const auto& first = sequence(owner.id).policies.first;
+      const layer& state = progress(owner);
       return (std::min)(state.turn_tokens - state.judged, first.scorer.protected_tail(first.budget.tokens));
     }
     return 0;
   }
   void ended_chunk(sequence_layer owner, index_t reconsidered) {
     layer& state = find(owner.id).layers[std::size_t(owner.layer)];
-    state.again = reconsidered;
+    state.reconsidered_tokens = reconsidered;
     state.judged = state.turn_tokens;
   }
 
@@ -219,15 +218,16 @@ class conversations {
             "pass positions of the prompt");
   }
 
-  /// Errors   a layer of which the prompt has none, or not all of what was announced; one that has ended.
+  /// Errors   a layer without prompt tokens, or with fewer than announced, or already ended: tessera::error.
   void check_layer_end(sequence_layer owner) const {
     require_whole_prompt(owner.id, require_not_ended(owner));
   }
   void end_layer(sequence_layer owner) { find(owner.id).layers[std::size_t(owner.layer)].ended = true; }
 
-  /// The policies of a conversation whose prompt ends now. Throws unless every layer has had the same prompt, and any.
+  /// The policies of a conversation whose prompt ends now.
+  /// Errors   an empty prompt, or layers with different prompts: tessera::error.
   planned<Recipe> plan_prompt_end(const Recipe& recipe, index_t id) const {
-    const conversation& c = at(id);
+    const conversation& c = sequence(id);
     for (const layer& state : c.layers) {
       require(state.next_position == c.front().next_position, "tokens of a layer", state.next_position,
               "those of layer 0, which are " + std::to_string(c.front().next_position),
@@ -236,7 +236,7 @@ class conversations {
     require_whole_prompt(id, c.front());
     return planned<Recipe>(recipe, first_prompt(c));
   }
-  turn_clock clock_of_prompt_end(index_t id) const { return {at(id).now.turn + 1, 0}; }
+  turn_clock clock_of_prompt_end(index_t id) const { return {sequence(id).now.turn + 1, 0}; }
   void end_prompt(index_t id, const planned<Recipe>& policies) {
     conversation& c = find(id);
     c.first_prompt = first_prompt(c);
@@ -246,17 +246,17 @@ class conversations {
     c.step_began = -1;
     c.answer_began = c.front().next_position;
     c.announced = 0;
-    for (layer& state : c.layers) state.turn_tokens = state.judged = state.again = 0, state.ended = false;
+    for (layer& state : c.layers) state.turn_tokens = state.judged = state.reconsidered_tokens = 0, state.ended = false;
   }
 
   // --- steps ---------------------------------------------------------------------------------------------------------
 
-  /// What a step of `tokens` tokens does to these conversations. They must agree on what is due. `boundaries` [ids,
-  /// tokens] are looked at where the recipe needs them in steps.
-  batch plan_step(const Recipe& recipe, const host_vector<index_t>& ids, index_t tokens, index_t most,
+  /// A step of `tokens` tokens of these conversations, whose schedules must agree. `boundaries` [ids, tokens] are read
+  /// only where the recipe needs them in steps.
+  batch plan_step(const Recipe& recipe, const host_vector<index_t>& ids, index_t tokens, index_t max_tokens_of_step,
                   std::span<const std::uint8_t> boundaries = {}) const {
-    require(tokens >= 1 && tokens <= most, "tokens of a decode step", tokens, "1 to " + std::to_string(most),
-            "prefill longer runs");
+    require(tokens >= 1 && tokens <= max_tokens_of_step, "tokens of a decode step", tokens,
+            "1 to " + std::to_string(max_tokens_of_step), "prefill longer runs");
     require(!ids.empty(), "sequences of the batch", 0, "at least 1", "pass the ids of a batch");
     batch step{ids, tokens};
     if constexpr (Recipe::needs_step_segments) {
@@ -265,7 +265,7 @@ class conversations {
     }
     batch::require_different(ids);
     for (std::size_t b = 0; b < ids.size(); ++b) {
-      const conversation& c = at(ids[b]);
+      const conversation& c = sequence(ids[b]);
       c.front().require_positions(tokens);
       for (const layer& state : c.layers) {
         require(state.turn_tokens == 0, "tokens since the prompt began", state.turn_tokens, "0",
@@ -318,9 +318,9 @@ class conversations {
            "pass q, k and v of the step's tokens");
     }
     for (const index_t id : step.ids) {
-      require(at({layer_index, id}).turn_tokens == 0, "tokens since the prompt began",
-              at({layer_index, id}).turn_tokens, "0", "finish a step before the next prompt begins");
-      if (step.number == 0 || step.number != at(id).step || step.tokens != at(id).step_tokens) {
+      require(progress({layer_index, id}).turn_tokens == 0, "tokens since the prompt began",
+              progress({layer_index, id}).turn_tokens, "0", "finish a step before the next prompt begins");
+      if (step.number == 0 || step.number != sequence(id).step || step.tokens != sequence(id).step_tokens) {
         fail("step of sequence " + std::to_string(id), step.number, "the one that prepare_step returned last for it",
              "call prepare_step before the layers of a step");
       }
@@ -329,7 +329,8 @@ class conversations {
   void took_step(index_t layer_index, const batch& step) {
     for (index_t b = 0; b < step.sequences(); ++b) {
       layer& state = find(step.ids[std::size_t(b)]).layers[std::size_t(layer_index)];
-      if constexpr (Recipe::needs_segments) state.text.take(step_marks(layer_index, step, b).boundaries, step.tokens);
+      if constexpr (Recipe::needs_segments)
+        state.text.advance(step_marks(layer_index, step, b).boundaries, step.tokens);
       state.next_position += step.tokens;
     }
   }
@@ -338,23 +339,23 @@ class conversations {
   static constexpr int k_dim = Recipe::layout_type::k_dim, v_dim = Recipe::layout_type::v_dim;
 
   static void check_announced(index_t tokens) {
-    require(tokens >= 1 && tokens <= most_tokens, "tokens of the prompt", tokens, value_range{1, most_tokens}.text(),
+    require(tokens >= 1 && tokens <= max_tokens, "tokens of the prompt", tokens, value_range{1, max_tokens}.text(),
             "say how long the turn's prompt will be");
   }
   void require_whole_prompt(index_t id, const layer& state) const {
     require(state.turn_tokens >= 1, "tokens of this turn", state.turn_tokens, "at least 1",
             "prefill a prompt before ending it");
-    const index_t announced = at(id).announced;
+    const index_t announced = sequence(id).announced;
     require(announced == 0 || announced == state.turn_tokens, "tokens of this turn", state.turn_tokens,
             "those that were announced, which are " + std::to_string(announced), "prefill the rest of the prompt");
   }
-  index_t put(index_t id, conversation&& fresh) {
+  index_t insert(index_t id, conversation&& added) {
     if (id == size()) {
-      closed_.make_room(all_.size() + 1);
-      all_.push_back(std::move(fresh));
+      closed_.reserve(all_.size() + 1);
+      all_.push_back(std::move(added));
     } else {
-      closed_.take_lowest();
-      all_[std::size_t(id)] = std::move(fresh);
+      closed_.pop_lowest();
+      all_[std::size_t(id)] = std::move(added);
     }
     return id;
   }
@@ -367,7 +368,7 @@ class conversations {
     return all_[std::size_t(id)];
   }
   static index_t first_prompt(const conversation& c) { return c.first_prompt ? c.first_prompt : c.front().turn_tokens; }
-  /// The clock of the next step: one that was prepared at the same position and never taken does not count.
+  /// The clock of the next step. A step that was prepared at the same position and never decoded does not count.
   static turn_clock step_clock(const conversation& c, index_t tokens) {
     return {c.now.turn, c.now.steps + (c.step_began == c.front().next_position ? 0 : 1),
             c.front().next_position - c.answer_began + tokens, tokens};
@@ -380,7 +381,7 @@ class conversations {
   planned<Recipe> none_;
   host_vector<conversation> all_;
   closed_ids closed_;
-  /// Copies count together, so that none takes a step of another one.
+  /// Copies of a cache share the counter, so that none decodes a step of another.
   std::shared_ptr<std::atomic<std::uint64_t>> steps_ = std::make_shared<std::atomic<std::uint64_t>>(0);
 };
 

@@ -1,4 +1,4 @@
-// What a cache's backend is told of a chunk of a turn's prompt.
+// A chunk of a turn's prompt, as a cache's backend gets it.
 #pragma once
 
 #include "../../core/stored/segment_cursor.hpp"
@@ -10,7 +10,7 @@ TESSERA_NAMESPACE_BEGIN
 struct prompt_chunk {
   index_t first = 0;       ///< position of its first token
   bool begins = false;     ///< whether it is the turn's first one in this layer
-  segment_marks marks{};   ///< where segments of its text end
+  segment_marks marks{};   ///< segments of its tokens
 };
 
 TESSERA_NAMESPACE_END

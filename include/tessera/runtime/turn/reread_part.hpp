@@ -1,11 +1,11 @@
-// The part of a prompt that a text is read again for.
+// The part of a prompt that a rereading scores.
 #pragma once
 
 #include "../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Tokens [first, end) of what a layer stores, by position, and the position of the re-reading's first token.
+/// Stored tokens [first, end) of a layer, by position, and the position of the rereading's first token.
 struct reread_part {
   index_t first = 0, end = 0;
   index_t begin = 0;

@@ -1,4 +1,4 @@
-// What a cache knows of one sequence: its turn, its clock and how far each layer is.
+// The state of one sequence of a cache: its turn, its clock and the progress of each layer.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +16,11 @@ struct sequence_state {
   turn_clock now{};
   index_t first_prompt = 0;  ///< tokens; 0 until it has ended
   std::uint64_t step = 0;    ///< the number of the one that `begin_step` began; 0: none yet in this turn
-  index_t step_began = -1;   ///< where it began
+  index_t step_began = -1;   ///< the position of its first token
   planned<Recipe> policies;
   host_vector<layer_progress> layers;
-  index_t answer_began = 0;  ///< where the turn's decode steps begin
-  index_t announced = 0;     ///< tokens of the turn's prompt; 0: nobody has said
+  index_t answer_began = 0;  ///< the position of the turn's first decoded token
+  index_t announced = 0;     ///< tokens of the turn's prompt; 0: not announced
   index_t step_tokens = 0;   ///< of the step that `begin_step` began
 
   const layer_progress& front() const { return layers.front(); }

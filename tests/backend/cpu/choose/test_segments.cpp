@@ -28,10 +28,10 @@ struct layer {
   std::vector<index_t> lengths;
   index_t next;
 
-  layer(rng& random, index_t most_tokens, index_t wanted_window)
+  layer(rng& random, index_t max_tokens, index_t wanted_window)
       : kv_heads(random.between(1, 3)),
         group(random.between(1, 3)),
-        tokens(random.between(1, most_tokens)),
+        tokens(random.between(1, max_tokens)),
         window(std::min(tokens, wanted_window)) {
     q = support::normals(random, std::size_t(window * kv_heads * group * dim), 1.5f);
     k = random.chance(0.3) ? support::repeated_rows(random, kv_heads * tokens, dim, random.between(2, 6))
@@ -40,9 +40,9 @@ struct layer {
     const double often = random.pick({0.0, 0.0, 0.05, 0.2, 0.5, 1.0});
     segment_cursor text;
     for (index_t t = 0, at = 0; t < tokens; ++t, ++at) {
-      while (gaps && random.chance(0.4)) text.take(random.chance(often)), ++at;
+      while (gaps && random.chance(0.4)) text.advance(random.chance(often)), ++at;
       positions.push_back(at);
-      segments.push_back(text.take(random.chance(often)));
+      segments.push_back(text.advance(random.chance(often)));
     }
     next = positions.back() + 1;
     for (index_t t = 0; t < window; ++t) positions[std::size_t(tokens - 1 - t)] = next - 1 - t;
@@ -227,7 +227,7 @@ TEST_CASE("a batch of texts keeps what each keeps alone, with segments in stride
       first.push_back(length - window);
       std::vector<index_t> ids;
       segment_cursor text;
-      for (index_t t = 0; t < length; ++t) ids.push_back(text.take(random.chance(often)));
+      for (index_t t = 0; t < length; ++t) ids.push_back(text.advance(random.chance(often)));
       for (index_t h = 0; h < kv_heads; ++h) {
         lengths.push_back(length);
         std::copy(ids.begin(), ids.end(), strided.begin() + (b * kv_heads + h) * room);
@@ -258,7 +258,7 @@ TEST_CASE("a batch of texts keeps what each keeps alone, with segments in stride
       one.view.sequences = 1;
       one.view.k = one.view.v = k.data() + b * kv_heads * room * dim;
       one.view.lengths = lengths.data() + b * kv_heads;
-      one.q = all.q.one(b);
+      one.q = all.q.sequence(b);
       one.first_position = first.data() + b;
       one.segments = {strided.data() + b * kv_heads * room, 0, room, nullptr};
       cpu::score_and_choose(policy, one, alone, workspace, workers);

@@ -77,7 +77,7 @@ template <class Memory>
 const std::byte* bits_of(const tessera::packed_format& format, const Memory& memory,
                          const std::vector<std::uint8_t>& set, tessera::cpu::packed_plane plane, index_t head,
                          index_t row) {
-  if (format.own_bits) return memory.at(plane, head, row);
+  if (format.own_bits) return memory.address(plane, head, row);
   return reinterpret_cast<const std::byte*>(set.data()) + offset_t(head) * format.set_bytes();
 }
 
@@ -85,7 +85,7 @@ template <class Segment>
 numbers mean_of(const Segment& segment, index_t head, index_t block) {
   using namespace tessera::cpu;
   return unpacked(segment.format.k, bits_of(segment.format.k, segment.means, segment.basis->k_set, k_bits, head, block),
-                  segment.means.at(k_values, head, block), segment.means.at(k_scales, head, block));
+                  segment.means.address(k_values, head, block), segment.means.address(k_scales, head, block));
 }
 
 template <class Layout>
@@ -96,10 +96,12 @@ std::vector<token> tokens_of(const tessera::cpu::packed_view<Layout>& view, inde
   for (const auto& segment : *view.segments) {
     const auto& [k, v, block] = segment->format;
     for (index_t row = 0; row < segment->lengths[std::size_t(head)]; ++row) {
-      const numbers key = unpacked(k, bits_of(k, segment->rows, segment->basis->k_set, k_bits, head, row),
-                                   segment->rows.at(k_values, head, row), segment->rows.at(k_scales, head, row));
-      const numbers value = unpacked(v, bits_of(v, segment->rows, segment->basis->v_set, v_bits, head, row),
-                                     segment->rows.at(v_values, head, row), segment->rows.at(v_scales, head, row));
+      const numbers key =
+          unpacked(k, bits_of(k, segment->rows, segment->basis->k_set, k_bits, head, row),
+                   segment->rows.address(k_values, head, row), segment->rows.address(k_scales, head, row));
+      const numbers value =
+          unpacked(v, bits_of(v, segment->rows, segment->basis->v_set, v_bits, head, row),
+                   segment->rows.address(v_values, head, row), segment->rows.address(v_scales, head, row));
       all.push_back(
           {rotated_back(key, segment->k_basis(head, D), D), rotated_back(value, segment->v_basis(head, Dv), Dv)});
     }

@@ -106,7 +106,7 @@ void holds_the_strongest(const exact::numbers& whole, const exact::numbers& held
     total += x * x;
   }
   const auto order = support::oracle::preference(energy);
-  const index_t wanted = format.kept / format.group;
+  const index_t wanted = format.stored_channels / format.group;
   const double margin = 1e-5 * total;
   const double least_kept = energy[std::size_t(order[std::size_t(wanted - 1)])];
   const double most_dropped = wanted < format.groups() ? energy[std::size_t(order[std::size_t(wanted)])] : -1;

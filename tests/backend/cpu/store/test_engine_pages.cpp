@@ -179,7 +179,7 @@ struct conversation {
       }
       pack_problem<decltype(view(0)), decltype(view(0))> p{c.view, kept.view(), c.view};
       p.positions = engine.position_column(layer, engine.here());
-      p.from_scores = c.scores;
+      p.source_scores = c.scores;
       p.scores = column;
       p.lengths = engine.lengths.data() + layer * s.sequences * s.heads;
       p.pool = engine.facts();
@@ -252,7 +252,7 @@ struct conversation {
           REQUIRE(view.length(b, h) == index_t(head.positions.size()));
           for (index_t i = 0; i < view.length(b, h); ++i) {
             REQUIRE(view.position(b, h, i) == head.positions[std::size_t(i)]);
-            same &= engine.score_column(layer, engine.here()).at(b, h, s.heads, i) == head.scores[std::size_t(i)];
+            same &= engine.score_column(layer, engine.here()).entry(b, h, s.heads, i) == head.scores[std::size_t(i)];
             for (int d = 0; d < D; ++d)
               same &= float(view.key(b, h, i)[d]) == head.keys[std::size_t(i)][std::size_t(d)];
             for (int d = 0; d < Dv; ++d)

@@ -117,7 +117,7 @@ TEST_CASE("segments are numbered as tokens are appended, and move with them") {
     cpu::append(p);
     for (index_t b = 0; b < sequences; ++b) {
       for (index_t t = 0; t < added[std::size_t(b)]; ++t) {
-        expected[std::size_t(b)].push_back(own[std::size_t(b)].take(flags[std::size_t(b * tokens + t)] == 1));
+        expected[std::size_t(b)].push_back(own[std::size_t(b)].advance(flags[std::size_t(b * tokens + t)] == 1));
       }
     }
   }
@@ -131,7 +131,7 @@ TEST_CASE("segments are numbered as tokens are appended, and move with them") {
   const auto chosen = support::random_subset(random, lengths, 0.5);
   cpu::executor workers(1);
   pack_problem<kv_view<float, dim>, kv_view<float, dim>> move{view, chosen.view(), view};
-  move.from_segments = {segments.data(), kv_heads * room, room, nullptr};
+  move.source_segments = {segments.data(), kv_heads * room, room, nullptr};
   move.segments = column;
   move.lengths = lengths.data();
   cpu::pack(move, workers);

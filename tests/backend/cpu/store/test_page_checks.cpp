@@ -154,7 +154,7 @@ TEST_CASE("what an engine gets wrong is said before anything is written") {
         cpu::score_and_choose(retain<accumulated_attention, uniform, top_tokens>{}, p, kept, workspace, e.workers),
         contains("scores is null"));
     pack_problem<decltype(e.view()), decltype(e.view())> uneven{e.view(), e.all.view(), e.view()};
-    uneven.to.length_strides = {1, 0};
+    uneven.target.length_strides = {1, 0};
     uneven.lengths = e.engine.lengths.data();
     e.all.counts[1] = 19;
     CHECK_THROWS_WITH(cpu::pack(uneven, e.workers),
@@ -165,12 +165,12 @@ TEST_CASE("what an engine gets wrong is said before anything is written") {
 TEST_CASE("problems whose shapes or memory make no sense are refused") {
   small_engine e;
   auto freeing = e.engine.freeing(e.engine.here(), e.engine.held.data(), e.freed.data(), e.counts.data(), 0);
-  freeing.room = -4;
-  CHECK_THROWS_WITH(cpu::free_pages(freeing), contains("room is -4; expected at least 0"));
-  freeing.room = 0, freeing.layers = 0;
+  freeing.spare_tokens = -4;
+  CHECK_THROWS_WITH(cpu::free_pages(freeing), contains("spare_tokens is -4; expected at least 0"));
+  freeing.spare_tokens = 0, freeing.layers = 0;
   CHECK_THROWS_WITH(cpu::free_pages(freeing), contains("layers is 0; expected at least 1"));
   freeing.layers = 1, freeing.freed = nullptr;
-  CHECK_THROWS_WITH(cpu::free_pages(freeing), contains("memory of held, freed and freed_count is null"));
+  CHECK_THROWS_WITH(cpu::free_pages(freeing), contains("memory of page_counts, freed and freed_count is null"));
 
   // More tables than heads: nothing may be looked at, and no loop over the heads of a table may go on for ever.
   const std::vector<index_t> indptr{0, 1, 2, 3}, pages{0, 1, 2}, lengths{4, 4};
@@ -192,7 +192,7 @@ TEST_CASE("problems whose shapes or memory make no sense are refused") {
   pack_problem<decltype(e.view()), decltype(e.view())> move{e.view(), e.all.view(), e.view()};
   std::vector<float> scores(100);
   move.scores = {scores.data(), 50, 25};
-  CHECK_THROWS_WITH(cpu::pack(move, e.workers), contains("from_scores or from_segments is null"));
+  CHECK_THROWS_WITH(cpu::pack(move, e.workers), contains("source_scores or source_segments is null"));
 }
 
 TEST_CASE("heads whose pages, lengths or positions do not follow one another cannot be sequences of their own") {

@@ -18,7 +18,7 @@ struct decode_shape {
   bool gather = false, sinks = false;
   bool by_offsets = draw(0, 1) == 1;  // of a selection, whose stride then does not say how long its rows may be
   index_t usual_row = 0;
-  index_t most_sequences = 0, most_tokens = 0;  // of the operation; 0: those of the problem
+  index_t most_sequences = 0, max_tokens = 0;   // of the operation; 0: those of the problem
   int multiprocessors = 0;                      // that the operation believes in; 0: the device's
 };
 
@@ -165,8 +165,8 @@ struct decode_case {
   cuda::decode_attention<view_type, Out, Split> operation() const {
     auto device = cuda::device_info::current();
     if (s.multiprocessors) device.multiprocessors = s.multiprocessors;
-    return {s.most_sequences ? s.most_sequences : s.sequences, s.heads, q_heads,
-            s.most_tokens ? s.most_tokens : s.tokens, device};
+    return {s.most_sequences ? s.most_sequences : s.sequences, s.heads, q_heads, s.max_tokens ? s.max_tokens : s.tokens,
+            device};
   }
   void poison() { out.fill(0xff), lse.fill(0xff); }
 
@@ -234,7 +234,7 @@ void try_shapes(int cases, double bound = 5e-3) {  // weights are rounded to 16 
     if (i % 6 == 2) s.window = 100;
     s.gather = i % 6 == 3 || i % 6 == 4;
     s.sinks = i % 6 == 5;
-    if (i % 2) s.most_sequences = s.sequences + draw(0, 3), s.most_tokens = s.tokens + draw(0, 8);
+    if (i % 2) s.most_sequences = s.sequences + draw(0, 3), s.max_tokens = s.tokens + draw(0, 8);
     INFO("sequences " << s.sequences << " heads " << s.heads << " group " << s.group << " tokens " << s.tokens
                       << " capacity " << s.capacity << " case " << i);
     CHECK(error_of<Case>(s) < bound);

@@ -264,7 +264,7 @@ TEST_CASE("a prompt takes the pages that were foreseen, and gives the others bac
       const index_t tokens = draw(1, 200);
       CAPTURE(i, turn, tokens, chunk, method.placement.heads, method.placement.page);
       const page_plan plan = one.kv.plan_pages(0, tokens);
-      if (turn == 0) REQUIRE(one.kv.upper_bound_pages(tokens) == plan.most);
+      if (turn == 0) REQUIRE(one.kv.upper_bound_pages(tokens) == plan.peak);
       one.kv.announce(0, tokens);
       index_t most = total(one.kv.pages(0));
       for (index_t done = 0; done < tokens; done += chunk) {
@@ -275,8 +275,8 @@ TEST_CASE("a prompt takes the pages that were foreseen, and gives the others bac
         }
       }
       one.kv.end_prefill(0, nullptr);
-      REQUIRE(most == plan.most);
-      REQUIRE(one.kv.pages(0) == plan.after);
+      REQUIRE(most == plan.peak);
+      REQUIRE(one.kv.pages(0) == plan.final_pages);
     }
     one.kv.close(0);
     REQUIRE(one.kv.open() == 0);
@@ -298,11 +298,11 @@ TEST_CASE("layers that slide take no more pages than their windows were promised
     const index_t tokens = draw(500, 700), chunk = method.schedule.chunk;
     {
       one_cache<over_pages> unbounded(shape, method, 800);
-      method.placement.most_pages = unbounded.kv.upper_bound_pages(tokens);
+      method.placement.max_pages = unbounded.kv.upper_bound_pages(tokens);
     }
-    CAPTURE(i, shape.window, tokens, chunk, method.placement.most_pages);
+    CAPTURE(i, shape.window, tokens, chunk, method.placement.max_pages);
     // Every layer but the last holds its window, what it may have left behind, and two chunks.
-    REQUIRE(method.placement.most_pages <=
+    REQUIRE(method.placement.max_pages <=
             5 * ceil_div(shape.window + spare_room(shape.window) + 2 * chunk, 4) + ceil_div(tokens, 4));
     one_cache<over_pages> one(shape, method, 800);
     one.kv.announce(0, tokens);
@@ -321,10 +321,10 @@ TEST_CASE("a prompt that does not fit into the pool is refused before any of it 
   const double* shares = random_shares(8);
   method.retain.budget.shares = {shares, 2, 4};
   method.schedule.chunk = 32;
-  method.placement.most_pages = 0;
+  method.placement.max_pages = 0;
   one_cache<over_pages> free_pool(shape, method, 400);
   const index_t wanted = free_pool.kv.upper_bound_pages(150);
-  method.placement.most_pages = wanted;
+  method.placement.max_pages = wanted;
   one_cache<over_pages> one(shape, method, 400, 2);
   const auto prompt = rows_of(shape, {32, 32, 32, 32, 22});
   one.kv.announce(0, 150);
@@ -332,7 +332,7 @@ TEST_CASE("a prompt that does not fit into the pool is refused before any of it 
   const auto small = rows_of(shape, {20});
   REQUIRE_THROWS_WITH(one.chunk(0, 1, small[0]), contains("pages of the pool"));
   one.prompt(0, prompt);            // what was promised is there
-  method.placement.most_pages = 0;  // a prompt that is not announced may set more aside than it takes
+  method.placement.max_pages = 0;   // a prompt that is not announced may set more aside than it takes
   one_cache<over_pages> alone(shape, method, 400);
   alone.prompt(0, prompt);
   for (index_t layer = 0; layer < 2; ++layer) {

@@ -31,7 +31,7 @@ struct segmented_case : layer_case {
       for (index_t i = 0; i < n; ++i) {
         const bool ends = kind == 1 || (kind == 2 && random.chance(0.05)) || (kind == 3 && random.chance(0.5));
         if (kind == 3 && random.chance(0.1)) ++dropped;
-        segments.push_back(text.take(ends) + dropped);
+        segments.push_back(text.advance(ends) + dropped);
       }
     }
     for (std::size_t i = 0; i < scores.size(); ++i) weights.push_back(float(random.between(0, 12)) * 0.5f);

@@ -57,7 +57,7 @@ lists settled_on_host(const settled_case& c, const Policy& policy) {
     of.scores = c.scores.data();
     of.settled = c.settled.data() + b * c.heads;
     of.earlier = c.earlier.data() + b * c.heads;
-    of.seen = c.reach[std::size_t(b)].seen();
+    of.prompt_tokens = c.reach[std::size_t(b)].prompt_tokens();
     cpu::slot_facts beside;
     beside.weights = {c.weights.data() + offset_t(b) * c.heads * c.capacity, 0, c.capacity};
     selection kept;

@@ -106,7 +106,7 @@ struct trial<problem<T, D, listed>, Scorer> {
         scorers.push_back(scorers.back());
         reads.push_back(reads.back());
       }
-      plans.push_back(read_plan::of(scorers.back(), reads.back()));
+      plans.push_back(read_plan::fitted_to(scorers.back(), reads.back()));
       bounds.cover(plans.back(), bounds.capacity);
     }
     bounds.usual_pages = random.pick({0, bounds.usual_pages, ceil_div(longest, bounds.page), random.between(1, 60)});

@@ -154,7 +154,7 @@ class sample {
           random.pick({random.between(1, kv_.slots), random.between(1, std::max(1, kv_.slots / 8)),
                        random.between(1, std::max(1, kv_.slots / 2)), kv_.slots + random.between(0, 20)});
       scorers_.push_back(random_scorer<Scorer, D>(random));
-      plans_.push_back(read_plan::of(scorers_.back(), read));
+      plans_.push_back(read_plan::fitted_to(scorers_.back(), read));
       bounds_.cover(plans_.back(), bounds_.capacity);
     }
     // Rows of more pages than usual are chosen through device memory.

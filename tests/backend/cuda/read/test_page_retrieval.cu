@@ -86,7 +86,7 @@ TEST_CASE("a captured choice follows a cache that grows, and plans that change",
   std::vector<index_t> reads;
   const auto plans = [&] {
     std::vector<read_plan> result;
-    for (std::size_t s = 0; s < scorers.size(); ++s) result.push_back(read_plan::of(scorers[s], reads[s]));
+    for (std::size_t s = 0; s < scorers.size(); ++s) result.push_back(read_plan::fitted_to(scorers[s], reads[s]));
     return result;
   };
   for (index_t s = 0; s < made.kv.sequences; ++s) scorers.push_back({3 - s % 3, 20}), reads.push_back(40 - s);

@@ -102,8 +102,8 @@ void compare(const case_of_sizes& of, index_t tokens, int kind) {
     const auto& own = sizes[std::size_t(lane / of.heads)];
     const auto& segment_begins = begins[std::size_t(lane / of.heads)];
     std::vector<index_t> right(own.size() + 1);
-    right.resize(std::size_t(whole_blocks{}.take(scores.data() + lane * capacity, own.data(), index_t(own.size()),
-                                                 tokens, right.data(), scratch)));
+    right.resize(std::size_t(whole_blocks{}.choose_blocks(scores.data() + lane * capacity, own.data(),
+                                                          index_t(own.size()), tokens, right.data(), scratch)));
     const index_t count = got_counts[std::size_t(lane)];
     wrong += count != index_t(right.size()) || !std::equal(right.begin(), right.end(), got.begin() + lane * read);
     for (index_t s = 0; s <= of.most; ++s) {

@@ -78,7 +78,7 @@ struct whole_rows {
 
 inline std::string name_of(const packed_format& format) {
   return "element " + std::to_string(int(format.element)) + " channels " + std::to_string(format.channels) + " group " +
-         std::to_string(format.group) + " kept " + std::to_string(format.kept) + " own bits " +
+         std::to_string(format.group) + " kept " + std::to_string(format.stored_channels) + " own bits " +
          std::to_string(format.own_bits);
 }
 
@@ -236,7 +236,7 @@ class packed_batch {
       std::vector<index_t> groups(std::size_t(format.groups()));
       std::iota(groups.begin(), groups.end(), 0);
       std::shuffle(groups.begin(), groups.end(), rng());
-      for (index_t i = 0; i < format.kept / format.group; ++i) {
+      for (index_t i = 0; i < format.stored_channels / format.group; ++i) {
         set_bit(reinterpret_cast<std::uint8_t*>(bits.data() + h * words), groups[std::size_t(i)]);
       }
     }

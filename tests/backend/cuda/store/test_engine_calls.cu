@@ -60,20 +60,20 @@ TEST_CASE("what the host can know of an engine's call is refused on the device",
   CHECK_THROWS_WITH(cuda::free_pages(f, nullptr), contains("slots of a page is 0"));
   f.view.table.page = 16, f.pool.max_blocks = 9, f.freed_stride = 8;
   CHECK_THROWS_WITH(cuda::free_pages(f, nullptr), contains("freed_stride is 8"));
-  f.freed_stride = 9, f.room = -1;
-  CHECK_THROWS_WITH(cuda::free_pages(f, nullptr), contains("room is -1"));
-  f.room = 0, f.view.sequences = 1;
-  CHECK_THROWS_WITH(cuda::free_pages(f, nullptr), contains("memory of held, freed and freed_count is null"));
+  f.freed_stride = 9, f.spare_tokens = -1;
+  CHECK_THROWS_WITH(cuda::free_pages(f, nullptr), contains("spare_tokens is -1"));
+  f.spare_tokens = 0, f.view.sequences = 1;
+  CHECK_THROWS_WITH(cuda::free_pages(f, nullptr), contains("memory of page_counts, freed and freed_count is null"));
   CHECK_THROWS_WITH(cuda::virtual_blocks(f.view, 0, nullptr, nullptr), contains("max_blocks is 0"));
   const cuda::pack<view, view, true> in_place(1, 1, 10, device);
   pack_problem<view, view> k{};
   bf16 row{};
-  k.from.k = &row;
-  CHECK_THROWS_WITH(in_place.run(k, nullptr, nullptr), contains("memory of to is another"));
-  k.to.k = &row;
+  k.source.k = &row;
+  CHECK_THROWS_WITH(in_place.run(k, nullptr, nullptr), contains("memory of target is another"));
+  k.target.k = &row;
   float column = 0;
   k.scores = {&column, 1, 1, nullptr};
-  CHECK_THROWS_WITH(in_place.run(k, nullptr, nullptr), contains("from_scores or from_segments is null"));
+  CHECK_THROWS_WITH(in_place.run(k, nullptr, nullptr), contains("source_scores or source_segments is null"));
 
   const cuda::append<view, bf16> one_sequence(1, 2);
   append_problem<view, bf16> a{};

@@ -27,7 +27,7 @@ using support::page_shape;
 
 namespace {
 
-constexpr index_t most_queries = 6, most_tokens = 3;
+constexpr index_t most_queries = 6, max_tokens = 3;
 
 /// One engine on the host and its copy on the device, through the same calls.
 template <class T, int D, class Table, class Policy, int Dv = D>
@@ -74,7 +74,7 @@ struct pair_of_engines {
         choose(policy, {s.sequences, s.heads, q_heads, most_queries, s.slots()}, cuda::device_info::current()),
         compact(s.sequences, s.heads, s.slots(), cuda::device_info::current()),
         add(s.sequences, s.heads),
-        attend(s.sequences, s.heads, q_heads, most_tokens, cuda::device_info::current()),
+        attend(s.sequences, s.heads, q_heads, max_tokens, cuda::device_info::current()),
         choose_memory(choose.workspace_bytes()),
         compact_memory(compact.workspace_bytes()),
         attend_memory(attend.workspace_bytes()) {
@@ -217,7 +217,7 @@ struct pair_of_engines {
       const auto packing = [&](const auto& p, const auto& from, const selection_view& chosen) {
         pack_problem<view_type, view_type> k{from.view, chosen, from.view};
         k.positions = host.position_column(layer, p);
-        k.from_scores = from.scores;
+        k.source_scores = from.scores;
         k.scores = host.score_column(layer, p);
         k.lengths = p.lengths + layer * s.sequences * s.heads;
         k.pool = host.facts();
@@ -322,7 +322,7 @@ struct pair_of_engines {
       for (int step = 0; step < 2; ++step) {
         append(random.between(1, 3));
         compare();
-        decode(random.between(1, most_tokens));
+        decode(random.between(1, max_tokens));
       }
     }
   }

@@ -139,7 +139,7 @@ void compare_pack(index_t sequences, index_t heads, index_t capacity, int kind, 
     cuda::pack_problem<View, View> problem{
         from.view(true), {d_indices.data, d_counts.data, nullptr, capacity}, to.view(true)};
     problem.positions = {to.d_positions.data, 0, 0, to.d_begin.data};
-    problem.from_scores = {from.d_scores.data, 0, 0, from.d_begin.data};
+    problem.source_scores = {from.d_scores.data, 0, 0, from.d_begin.data};
     problem.scores = {to.d_scores.data, 0, 0, to.d_begin.data};
     problem.lengths = to.d_lengths.data;
     graph captured(stream, [&] { op.run(problem, workspace.data, stream); });

@@ -114,7 +114,7 @@ void check_row(const unpacked_row& row, const packed_format& format, const numbe
     else
       most = std::max(most, energy);
   }
-  if (kept != format.kept) ++wrong;
+  if (kept != format.stored_channels) ++wrong;
   if (format.own_bits && most > least * (1 + 1e-4) + 1e-5 * size * size) ++wrong;  // what is dropped is no better
 }
 

@@ -54,7 +54,7 @@ std::vector<std::uint8_t> flags_of(int kind, index_t count) {
                     : kind == 1 ? 1
                     : kind == 2 ? draw(0, 400) == 0
                     : kind == 3 ? draw(0, 12) == 0
-                                : t % most_segment_tokens == most_segment_tokens - 1);
+                                : t % max_segment_tokens == max_segment_tokens - 1);
   }
   return flags;
 }
@@ -64,7 +64,7 @@ void compare_numbers(int kind, index_t chunk, bool some) {
   buffer<bf16> rows(std::size_t(c.sequences * chunk * c.heads) * 64);
   rows.fill(0);
   std::vector<segment_cursor> texts(std::size_t(c.sequences));
-  for (auto& text : texts) text = {draw(0, 9), draw(0, most_segment_tokens - 1)};
+  for (auto& text : texts) text = {draw(0, 9), draw(0, max_segment_tokens - 1)};
   buffer<segment_cursor> d_texts(texts);
   for (int step = 0; step < 4; ++step) {
     const auto flags = flags_of(kind, c.sequences * chunk);
@@ -84,7 +84,7 @@ void compare_numbers(int kind, index_t chunk, bool some) {
     cuda::check(cudaDeviceSynchronize(), "append");
     for (index_t b = 0; b < c.sequences; ++b) {
       for (index_t t = 0; t < added[std::size_t(b)]; ++t) {
-        const index_t number = texts[std::size_t(b)].take(flags[std::size_t(b * chunk + t)] != 0);
+        const index_t number = texts[std::size_t(b)].advance(flags[std::size_t(b * chunk + t)] != 0);
         for (index_t h = 0; h < c.heads; ++h) {
           const auto row = std::size_t(b * c.heads + h);
           c.segments[std::size_t(c.begins[row] + c.lengths[row] + t)] = number;
@@ -137,7 +137,7 @@ TEST_CASE("a column of segments is packed with its tokens, in place too", "[gpu]
     const buffer<index_t> d_slots(slots), d_counts(counts);
     cuda::pack_problem<view_type, view_type> problem{
         c.view(), {d_slots.data, d_counts.data, nullptr, c.capacity}, c.view()};
-    problem.from_segments = {c.d_segments.data, 0, 0, c.d_begins.data};
+    problem.source_segments = {c.d_segments.data, 0, 0, c.d_begins.data};
     problem.segments = c.column();
     problem.lengths = c.d_lengths.data;
     const cuda::pack<view_type, view_type, true> op(c.sequences, c.heads, c.capacity, cuda::device_info::current());

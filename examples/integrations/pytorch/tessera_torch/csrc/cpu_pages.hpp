@@ -61,8 +61,8 @@ class cpu_pages final : public method_pages<Recipe> {
     p.view = of.as<view_type>();
     p.layers = to.layers;
     p.layer_stride = to.layer_stride;
-    p.room = to.room;
-    p.held = to.held;
+    p.spare_tokens = to.room;
+    p.page_counts = to.held;
     p.freed = to.freed;
     p.freed_stride = of.pool.max_blocks;
     p.freed_count = to.freed_count;

@@ -14,7 +14,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Where attention goes: out [sequences, tokens, q_heads, v_dim], lse [sequences, tokens, q_heads] (null: not wanted).
+/// The output of attention: out [sequences, tokens, q_heads, v_dim], lse [sequences, tokens, q_heads] (null: not
+/// wanted).
 struct attention_output {
   rows_view<float> out;
   rows_view<float> lse;
@@ -29,9 +30,8 @@ struct partial_rows {
 
 namespace detail {
 
-/// Makes weights of a tile's dot products, in place, and brings sums, maxima and outputs of the rows up to them.
-/// `positions` as apply_rule takes them. Returns whether every row sees every token. A rule of another type has an
-/// apply_rule of its own.
+/// Turns a tile's dot products into weights, in place, and rescales sums, maxima and outputs of the rows. `positions`
+/// as in apply_rule. Returns whether every row sees every token. Another type of rule has its own apply_rule.
 template <int Dv, class Rule>
 bool weigh_tile(const Rule& rule, int rows, const index_t* query_positions, const index_t* positions, int tokens,
                 float* logits, partial_rows<Dv> result) {
@@ -41,7 +41,7 @@ bool weigh_tile(const Rule& rule, int rows, const index_t* query_positions, cons
     all_visible &= apply_rule(rule, query_positions[r], positions, tokens, row);
     softmax_state& state = result.states[r];
     const float top = (std::max)(state.max, row_max(row));
-    // All masked so far, or nothing but NaN: exponents against 0 give 0 or NaN without inf - inf.
+    // A row that is masked so far, or has only NaN: exponents against 0 give 0 or NaN, without inf - inf.
     const float reference = top == -infinity ? 0.0f : top;
     const float shrink = state.max == -infinity ? 0.0f : fast_exp(state.max - reference);
     state.sum = state.sum * shrink + row_exp(row, reference);
@@ -53,7 +53,7 @@ bool weigh_tile(const Rule& rule, int rows, const index_t* query_positions, cons
   return all_visible;
 }
 
-/// A tile's stored rows, and their scales where they have some. Surplus pointers repeat the last row.
+/// Pointers to a tile's stored rows, and their scales if they have any. Surplus pointers repeat the last row.
 template <class View>
 struct stored_tile {
   static constexpr int scale_count = View::encoding_type::scaled ? tile_tokens : 1;
@@ -74,8 +74,8 @@ struct stored_tile {
   }
 };
 
-/// Attends slots [first, last) straight from the stored rows, whose elements are contiguous: for few rows, which read
-/// each of them about once. While a tile is worked on the next one is asked for.
+/// Attends slots [first, last) straight from the stored rows, whose elements are contiguous. For few query rows, which
+/// read each stored row about once. Prefetches the next tile while one is worked on.
 template <class View, class Memory>
 void attend_stored_rows(const View& view, index_t sequence, index_t head, const slot_source& slots, index_t first,
                         index_t last, const logit_rule& rule, int rows, const index_t* query_positions, Memory& memory,
@@ -83,7 +83,7 @@ void attend_stored_rows(const View& view, index_t sequence, index_t head, const 
   constexpr int D = View::k_dim, Dv = View::v_dim;
   constexpr bool scaled = View::encoding_type::scaled;
   using S = typename View::encoding_type::stored_type;
-  // Queries and outputs take the order in which stored rows are loaded; outputs get theirs back at the end.
+  // Queries and outputs are in the order in which stored rows are loaded; outputs are reordered at the end.
   float* queries = memory.transposed;
   for (int r = 0; r < rows; ++r) {
     for (int d = 0; d < D; ++d) queries[r * D + order_in_row<D, S>(d)] = memory.queries[r * D + d];
@@ -156,9 +156,9 @@ void attend_converted_rows(const View& view, index_t sequence, index_t head, con
 }  // namespace detail
 
 /// Attends slots [first, last) of a source with `rows` query rows, whose queries are in `memory.queries` and whose
-/// positions ascend; `result` comes as zeros and states that have seen nothing.
-/// A tile's arithmetic for a row does not depend on the other rows, so chunking a prompt changes no bit
-/// (`few_rows` picks the kernel by the shape of the call, never by what is left over of it).
+/// positions ascend. On entry `result` has zeros and empty states.
+/// A tile's arithmetic for a row does not depend on other rows, so that chunks of any size give the same bits
+/// (`few_rows` picks the kernel by the shape of the call, never by the size of its last block).
 template <class View, class Memory>
 void attend_range(const View& view, index_t sequence, index_t head, const slot_source& slots, index_t first,
                   index_t last, const logit_rule& rule, int rows, const index_t* query_positions, bool few_rows,
@@ -168,7 +168,7 @@ void attend_range(const View& view, index_t sequence, index_t head, const slot_s
   attend(view, sequence, head, slots, first, last, rule, rows, query_positions, memory, result);
 }
 
-/// Shapes of an attention call, before anything is written.
+/// Checks the shapes of an attention call.
 template <class View, class Q>
 void check_attention(const View& view, const query_rows<Q>& queries, const attention_output& output) {
   check_queries(view, queries);
@@ -178,7 +178,7 @@ void check_attention(const View& view, const query_rows<Q>& queries, const atten
   if (output.lse.data) detail::require_same_shape("lse", output.lse, queries.q);
 }
 
-/// Causal attention of a prompt chunk over what is stored, the chunk itself included.
+/// Causal attention of a prompt chunk over all stored tokens, those of the chunk included.
 ///
 /// Shapes   queries.q [sequences, tokens, q_heads, k_dim]; kv_heads divides q_heads; output as attention_output.
 /// Cost     4 * rows * tokens * head_dim flops per head; K and V are read once per 64 rows.
@@ -222,7 +222,7 @@ void prefill_attention(const View& view, const query_rows<Q>& queries, const log
   });
 }
 
-/// Tokens of one part of a decode step's split: fixed, so that the merge order does not depend on the machine.
+/// Tokens of one split of a decode step: fixed, so that the order of merging does not depend on the machine.
 inline constexpr index_t decode_split = 1024;
 
 /// Scratch of `decode_attention`, reused from step to step.
@@ -235,7 +235,7 @@ struct decode_workspace {
   host_vector<index_t> first_part;  // [sequences * kv_heads + 1]
   host_vector<line> tiles;  // by worker, of any head dim: 280 KiB at 256 would not fit into every thread's stack
 
-  /// Memory of one type for each of so many workers.
+  /// Memory of one type for each of `workers`.
   template <class Memory>
   void reserve_tiles(int workers) {
     static_assert(alignof(Memory) <= alignof(line), "tessera: a tile's memory must fit to the lines of the workspace");
@@ -255,8 +255,8 @@ struct decode_workspace {
 /// Attention of a decode step of 1 to 8 tokens, causal inside the step, over all stored tokens or a selection.
 ///
 /// Shapes   as prefill_attention; `chosen` holds ascending slots by row sequence * kv_heads + head, null for all.
-/// Cost     reads K and V of what is attended once. Splits of 1,024 tokens are merged in order: the same bits with any
-///          number of threads. Allocates only when the workspace has to grow.
+/// Cost     reads K and V of the attended tokens once. Merges splits of 1,024 tokens in order: the same bits with any
+///          number of threads. Allocates only when the workspace must grow.
 template <class View, class Q>
 void decode_attention(const View& view, const query_rows<Q>& queries, const logit_rule& rule,
                       const selection_view* chosen, const attention_output& output, decode_workspace& workspace,
@@ -320,8 +320,8 @@ void decode_attention(const View& view, const query_rows<Q>& queries, const logi
   }
 }
 
-/// As the two above, over one part of what is stored: without sink logits, for `merge_parts` adds them.
-/// `output` is then an attention_part; its lse must be there.
+/// prefill_attention over one part of the stored tokens, without sink logits: `merge_parts` adds them. `output` becomes
+/// an attention_part, and must have an lse.
 template <class View, class Q>
 void prefill_attention_part(const View& view, const query_rows<Q>& queries, logit_rule rule,
                             const attention_output& output, executor& workers) {
@@ -329,7 +329,7 @@ void prefill_attention_part(const View& view, const query_rows<Q>& queries, logi
   rule.sink_logits = nullptr;
   prefill_attention(view, queries, rule, output, workers);
 }
-/// The same of `decode_attention`.
+/// decode_attention over one part of the stored tokens.
 template <class View, class Q>
 void decode_attention_part(const View& view, const query_rows<Q>& queries, logit_rule rule,
                            const selection_view* chosen, const attention_output& output, decode_workspace& workspace,

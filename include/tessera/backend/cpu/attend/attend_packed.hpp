@@ -99,19 +99,19 @@ class packed_rows_block {
     const auto* segment = part.segment;
     rotate_rows<D>(queries_, rows, segment ? segment->k_basis(head, D) : nullptr,
                    segment ? segment->format.k.channels : D, turned_, tile_.queries);
-    const std::size_t at = std::size_t(parts_++) * tile_rows;
-    std::fill_n(states_.data() + at, rows, softmax_state{});
-    std::fill_n(held_, rows * Dv, 0.0f);
+    const std::size_t first_row = std::size_t(parts_++) * tile_rows;
+    std::fill_n(states_.data() + first_row, rows, softmax_state{});
+    std::fill_n(partial_, rows * Dv, 0.0f);
     attend_converted_rows(part, 0, head, slots, first, last, rule, rows, positions_, tile_,
-                          partial_rows<Dv>{held_, states_.data() + at});
-    rotate_rows_back<Dv>(held_, rows, segment ? segment->v_basis(head, Dv) : nullptr,
-                         segment ? segment->format.v.channels : Dv, out_.data() + at * Dv);
+                          partial_rows<Dv>{partial_, states_.data() + first_row});
+    rotate_rows_back<Dv>(partial_, rows, segment ? segment->v_basis(head, Dv) : nullptr,
+                         segment ? segment->format.v.channels : Dv, out_.data() + first_row * Dv);
   }
 
   tile_memory<D, Dv> tile_;
   alignas(64) float queries_[tile_rows * D];
   alignas(64) float turned_[largest * largest];
-  alignas(64) float held_[tile_rows * Dv];
+  alignas(64) float partial_[tile_rows * Dv];
   index_t positions_[tile_rows];
   index_t parts_ = 0;
   host_vector<softmax_state> states_;
@@ -123,11 +123,11 @@ void attend_packed(const packed_view<Layout>& view, const query_rows<Q>& queries
                    const selection_view* chosen, const attention_output& output, executor& workers) {
   check_attention(view, queries, output);
   const index_t rows = queries.q.tokens * (queries.q.heads / view.kv_heads), blocks = ceil_div(rows, tile_rows);
-  host_vector<std::unique_ptr<packed_rows_block<Layout>>> memories;  // all of it before anything is written
+  host_vector<std::unique_ptr<packed_rows_block<Layout>>> memories;  // allocated before anything is written
   while (index_t(memories.size()) < workers.threads()) {
-    std::unique_ptr<packed_rows_block<Layout>> one(
+    std::unique_ptr<packed_rows_block<Layout>> memory(
         new packed_rows_block<Layout>);  // make_unique would write zeros over it
-    memories.push_back(std::move(one));
+    memories.push_back(std::move(memory));
     memories.back()->reserve(view.segments->size());
   }
   workers.for_each(view.kv_heads * blocks, [&](index_t item, int worker) {
@@ -139,8 +139,8 @@ void attend_packed(const packed_view<Layout>& view, const query_rows<Q>& queries
 
 }  // namespace detail
 
-/// As the plain view's. A part's rows are read once per 64 query rows; queries are rotated and outputs rotated back
-/// once a part.
+/// As for a plain view. The rows of a part are read once for each 64 query rows. Queries are rotated, and outputs
+/// rotated back, once for each part.
 template <class Layout, class Q>
 void prefill_attention(const packed_view<Layout>& view, const query_rows<Q>& queries, const logit_rule& rule,
                        const attention_output& output, executor& workers) {

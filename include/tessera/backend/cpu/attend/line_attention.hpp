@@ -12,7 +12,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// A logit rule and the lines of one query head: a key that lies on none is not visible.
+/// A logit rule and the lines of one query head: only keys on a line are visible.
 struct line_rule {
   logit_rule rule;
   const std::uint8_t* vertical;  // [next]: whether a key's position is a vertical line
@@ -39,7 +39,7 @@ inline bool apply_rule(const line_rule& lines, index_t query_position, const ind
 
 namespace detail {
 
-/// One query head's lines as flags, and how many slash lines are nearer than a distance.
+/// One query head's lines as flags, and by distance the number of nearer slash lines.
 struct line_flags {
   host_vector<std::uint8_t> vertical, slash;
   host_vector<index_t> slashes_before;

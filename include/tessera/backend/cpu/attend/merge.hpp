@@ -17,8 +17,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 namespace detail {
 
-/// Divides a row by its softmax sum, that of its sink logit included (null: no sink), and writes output and
-/// log-sum-exp.
+/// Divides a row by its softmax sum, sink logit included (null: no sink), and writes output and log-sum-exp.
 template <int Dv>
 void finish_row(const float* sink, softmax_state state, const float* from, float* out, float* lse) {
   float scale = 1;
@@ -79,9 +78,9 @@ void require_rows(const char* name, const rows_view<T>& rows) {
 ///
 /// Shapes   parts as attention_part, any number of them, rows of Dim; out [sequences, tokens, q_heads, Dim],
 ///          lse [sequences, tokens, q_heads], or no data; sink_logits [q_heads], or null.
-/// Returns  the rows' softmax over all parts and the sink, by their log-sum-exps; sink logits add to the sums here and
-///          nowhere else. A row that no part sees gives 0 and -infinity, or the sink's logit; NaN in any part shows.
-///          Same input, same bits: parts are added in order. `out` and `lse` may be one of the parts.
+/// Returns  the rows' softmax over all parts and the sink, by their log-sum-exps. Sink logits add to the sums only
+///          here. A row that no part sees gives 0 and -infinity, or the sink's logit. A NaN of any part stays NaN.
+///          Parts are added in order: same input, same bits. `out` and `lse` may be one of the parts.
 /// Errors   shapes that differ, no lse in a part: tessera::error, before anything is written.
 template <int Dim>
 void merge_parts(std::span<const attention_part> parts, const float* sink_logits, const rows_view<float>& out,

@@ -1,4 +1,4 @@
-// What a recipe's prompts attend on the CPU: everything, or the lines that its prefill policy chooses.
+// Attention of prompts on the CPU: over everything, or along the lines that a recipe's prefill policy chooses.
 #pragma once
 
 #include <algorithm>
@@ -16,12 +16,12 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// What both kinds answer; this one attends everything.
-///   open(id), close(id)                      an empty sequence; its memory goes. `close` needs none
-///   copy(from, to)                           what prompts of one sequence left to be read, to an empty one
-///   attend(...)                              a chunk's rows; what is remembered of it changes only if all went well
-///   join(owner, kept)                    adds what prompts left to be read to a filter's lists
-///   lines(owner)                         of the last chunk that was traced
+/// Attends everything. Both kinds have these calls:
+///   open(id), close(id)           opens a sequence; releases its memory, and needs none
+///   copy(source, target)          copies to an empty sequence the columns that steps will read
+///   attend(...)                   attends a chunk's rows; where it throws, nothing has changed
+///   join(owner, selections)       adds the prompts' columns to the selections of a filter
+///   lines(owner)                  of the last chunk that was traced
 template <class Recipe, bool ChoosesLines = Recipe::prefill_type::chooses_lines>
 class prompt_attending {
  public:
@@ -43,7 +43,7 @@ class prompt_attending {
   prompt_lines none_;
 };
 
-/// Along lines, chosen anew for every chunk.
+/// Attends along lines, chosen for every chunk.
 template <class Recipe>
 class prompt_attending<Recipe, true> {
   using pattern_type = typename Recipe::prefill_type;
@@ -53,9 +53,9 @@ class prompt_attending<Recipe, true> {
 
   void open(index_t id) { remembered_.open_empty(id); }
   void close(index_t id) { remembered_.clear(id); }
-  void copy(index_t from, index_t to) {
+  void copy(index_t source, index_t target) {
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      remembered_[sequence_layer{layer, to}].columns = remembered_[sequence_layer{layer, from}].columns;
+      remembered_[sequence_layer{layer, target}].columns = remembered_[sequence_layer{layer, source}].columns;
     }
   }
   void trace(bool on) { tracing_ = on; }
@@ -74,29 +74,29 @@ class prompt_attending<Recipe, true> {
     if (tracing_) own.lines = std::move(traced);
   }
 
-  /// Adds the columns of all prompts to a filter's lists: of all query heads of a group, or of the one that reads the
-  /// list.
+  /// Adds the columns of all prompts to a filter's selections: those of a group's query heads, or of the one query head
+  /// that reads the selection.
   void join([[maybe_unused]] sequence_layer owner, [[maybe_unused]] const Recipe& recipe,
-            [[maybe_unused]] host_vector<selection>& kept) const {
+            [[maybe_unused]] host_vector<selection>& selections) const {
     if constexpr (lasting_pattern<pattern_type>) {
       const remembered& own = remembered_[owner];
       if (!recipe.prefill.adds_to_reading() || own.columns.empty()) return;
-      const index_t members = index_t(kept.size()), group = shape_.q_heads / shape_.kv_heads;
+      const index_t members = index_t(selections.size()), group = shape_.q_heads / shape_.kv_heads;
       for (index_t m = 0; m < members; ++m) {
-        const selection before = kept[std::size_t(m)];
-        selection& lists = kept[std::size_t(m)];
-        lists = {};
+        const selection chosen = selections[std::size_t(m)];
+        selection& joined = selections[std::size_t(m)];
+        joined = {};
         for (index_t h = 0; h < shape_.kv_heads; ++h) {
-          host_vector<index_t> row(before.row(h), before.row(h) + before.counts[std::size_t(h)]);
+          host_vector<index_t> row(chosen.row(h), chosen.row(h) + chosen.counts[std::size_t(h)]);
           for (index_t g = members == 1 ? 0 : m; g < (members == 1 ? group : m + 1); ++g) {
             const host_vector<index_t>& columns = own.columns[std::size_t(h * group + g)];
             row.insert(row.end(), columns.begin(), columns.end());  // a filter drops nothing: slots are positions
           }
           std::sort(row.begin(), row.end());
           row.erase(std::unique(row.begin(), row.end()), row.end());
-          lists.indices.insert(lists.indices.end(), row.begin(), row.end());
-          lists.counts.push_back(index_t(row.size()));
-          lists.offsets.push_back(offset_t(lists.indices.size()));
+          joined.indices.insert(joined.indices.end(), row.begin(), row.end());
+          joined.counts.push_back(index_t(row.size()));
+          joined.offsets.push_back(offset_t(joined.indices.size()));
         }
       }
     }

@@ -1,5 +1,4 @@
-// The first stage on the CPU: what a recipe's scorer has observed of every layer and sequence, and what it chooses by
-// it.
+// The first stage on the CPU: the observer of a recipe's scorer, and its choices.
 #pragma once
 
 #include <algorithm>
@@ -18,30 +17,29 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// What a first stage ranked in one layer of a sequence, by kv_head: the tokens that competed, and their scores as the
-/// selector saw them. Tokens that a scorer keeps in any case (its window) have none, nor has a layer that stores no
-/// more than the budget.
+/// The tokens that competed in a layer of a sequence, by kv_head, and their scores as the selector got them. Tokens
+/// that always stay (a scorer's window) have no score; a layer that stores no more than the budget has none at all.
 struct ranked_tokens {
   host_vector<host_vector<index_t>> positions;
   host_vector<host_vector<float>> scores;
   host_vector<host_vector<index_t>>
-      blocks;  ///< in what blocks each segment was taken, by a selector that sees them; 0: not
+      blocks;  ///< block sizes by which a selector of segments chose in each segment; 0: nothing
 };
 
 /// A moment at which a layer of a sequence chooses.
 struct choice_moment {
   index_t next = 0;                     ///< position of the next token
-  index_t tail = 0;                     ///< so many of the newest tokens stay in any case
+  index_t tail = 0;                     ///< newest tokens that always stay
   const prompt_reach* reach = nullptr;  ///< of a prompt; null in steps
 };
 
 /// Chooses nothing. Every first stage has an observer and these members:
 ///   observer()             see observe/observers.hpp
-///   count_over_model(...)  before the layers of a sequence choose: what each will keep where one threshold runs over
-///                          the model
-///   choose(...)            fills a selection of what stays, and what it ranked (null: not wanted); returns whether it
-///                          chooses at all. `kept` gets one selection or, where query heads of a group choose apart,
-///                          one for each member of the group
+///   count_over_model(...)  before the layers of a sequence choose: counts the tokens that each layer will keep, where
+///                          one threshold holds for the model
+///   choose(...)            fills `selections` with the tokens that stay: one selection, or one for each member of a
+///                          group whose query heads choose apart. Fills the ranked tokens (null: not wanted). Returns
+///                          whether it chooses at all
 template <class Recipe, bool Chooses = Recipe::retain_type::chooses>
 class first_stage {
  public:
@@ -80,12 +78,12 @@ class first_stage<Recipe, true> {
   }
 
   bool choose(sequence_layer owner, store_type& store, const planned<Recipe>& policies, const logit_rule& rule,
-              const choice_moment& when, host_vector<selection>& kept, ranked_tokens* ranked, executor& workers) {
+              const choice_moment& when, host_vector<selection>& selections, ranked_tokens* ranked, executor& workers) {
     problem_type problem = this->problem(owner, store, rule, when);
     choice_inputs inputs;
     observer_.complete(problem, owner, store, policies, when.next, inputs);
     const index_t members = reading_members(policies.first, shape_.q_heads / shape_.kv_heads);
-    kept.resize(std::size_t(members));
+    selections.resize(std::size_t(members));
     if (ranked) {
       ranked->positions.assign(std::size_t(shape_.kv_heads * members), {});
       ranked->scores.assign(std::size_t(shape_.kv_heads * members), {});
@@ -95,7 +93,8 @@ class first_stage<Recipe, true> {
       problem_type part = problem;
       part.q = queries.q;
       part.rule = queries.rule;
-      const layer_scores scores = score_and_choose(policies.first, part, kept[std::size_t(m)], *choosing_, workers);
+      const layer_scores scores =
+          score_and_choose(policies.first, part, selections[std::size_t(m)], *choosing_, workers);
       if (ranked) note_ranked(problem.view, scores, m, members, *ranked);
     }
     return true;
@@ -112,7 +111,7 @@ class first_stage<Recipe, true> {
     if (Recipe::retain_type::settles) result.reach = when.reach;
     result.rule = rule;
     result.q.heads = shape_.q_heads;
-    result.counts = counts_.of(owner.layer);
+    result.counts = counts_.counts(owner.layer);
     if (shape_.output_projection) {
       constexpr int v_dim = Recipe::layout_type::v_dim;
       result.projection = shape_.output_projection + offset_t(owner.layer) * shape_.q_heads * v_dim * shape_.hidden;

@@ -1,5 +1,4 @@
-// Which lines the rows of a prompt chunk attend, on the CPU: the attention of the sampled rows, then the policy's
-// choice.
+// The choice of a prompt chunk's lines on the CPU: attention of sampled rows, then the policy.
 #pragma once
 
 #include <cmath>
@@ -29,7 +28,7 @@ struct line_workspace {
 
 namespace detail {
 
-/// A row's logits become its softmax; what is NaN or not seen becomes 0. `sink`: its sink logit, or null.
+/// Turns a row's logits into its softmax; NaN and hidden keys become 0. `sink`: the row's sink logit, or null.
 inline void normalise_row(float* row, index_t count, const float* sink) {
   float top = sink ? *sink : -infinity;
   for (index_t i = 0; i < count; ++i) top = row[i] > top ? row[i] : top;
@@ -42,7 +41,7 @@ inline void normalise_row(float* row, index_t count, const float* sink) {
   for (index_t i = 0; i < count; ++i) row[i] *= factor;
 }
 
-/// weights [rows, slots] of one query head: the attention of the sampled rows over all that its kv_head stores.
+/// weights [rows, slots] of one query head: the attention of the sampled rows over all stored tokens of its kv_head.
 template <class View, class Q, class Memory>
 void attend_sampled_rows(const View& view, const query_rows<Q>& queries, const logit_rule& rule, index_t q_head,
                          const host_vector<index_t>& rows, Memory& memory) {

@@ -24,14 +24,14 @@ struct retain_workspace {
   host_vector<host_vector<index_t>> blocks;  // by head: the blocks of each segment of its candidates, 0: dropped
 };
 
-/// What scorers and selectors may see of a layer's slots beside their scores, of the one sequence 0.
+/// Columns beside the scores of a layer's slots, for scorers and selectors; of the one sequence 0.
 struct slot_facts {
   slot_column<const index_t> segments{};
   slot_column<const float> weights{};
-  const index_t* counts = nullptr;  ///< [kv_heads]: what each head keeps, in place of the budget's
+  const index_t* counts = nullptr;  ///< [kv_heads]: tokens that each head keeps, in place of the budget's
 };
 
-/// The scores that a head is selected by once it is known how many it keeps: weighted, but for those that are taken
+/// The scores by which a head is selected once its count is known: weighted, except those of tokens that are chosen
 /// first.
 /// Shapes   scores, weights, out [n]; out may be scores.
 template <weighted_scorer Scorer>
@@ -43,13 +43,13 @@ void weigh_scores(const Scorer& scorer, const float* scores, const float* weight
   for (const index_t slot : best) out[slot] = infinity;
 }
 
-/// Chooses what a layer of one sequence keeps: the scorer's last passes over each head's candidates, budget over the
-/// layer, selector in each head. A layer that the budget keeps all of is not looked at.
-/// Settled slots stay; budgets count them, selectors see what lies behind them.
-/// Shapes   raw [kv_heads, tokens] as layer_scores says, at least one head; `beside` for what sees segments or weighs;
-///          `kept` gets one row per kv_head.
-/// Returns  the scores as budget and selector saw them, valid until the workspace or `raw` changes; none of a layer
-///          that was not looked at.
+/// Chooses the slots that a layer of one sequence keeps: the scorer's last passes over each head's candidates, the
+/// budget over the layer, the selector in each head. A layer that fits the budget is not scored. Settled slots stay;
+/// budgets count them, selectors get the slots behind them.
+/// Shapes   raw [kv_heads, tokens] as layer_scores says, at least one head; `beside` for policies of segments or
+///          weights; `kept` gets one row per kv_head.
+/// Returns  the scores as budget and selector got them, valid until the workspace or `raw` changes; none of a layer
+///          that was not scored.
 template <class Scorer, class Budget, class Selector, class Scope>
 layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector, Scope>& policy, const layer_scores& raw,
                          selection& kept, retain_workspace& workspace, const slot_facts& beside = {}) {

@@ -1,5 +1,5 @@
-// What a batch keeps of one layer, on the CPU: scores by the policy's scorer, counts by its budget, slots by its
-// selector.
+// The choice of what a batch keeps of one layer, on the CPU: scores by the policy's scorer, counts by its budget, slots
+// by its selector.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ struct choose_workspace {
   host_vector<float> weights;                 // as raw; or what scores are multiplied by
   host_vector<expected_workspace> expecting;  // by worker
   host_vector<float> rows;                    // by worker, of what is projected or lagged
-  selection one;
+  selection chosen;                           // of one sequence
 };
 
 namespace detail {
@@ -95,7 +95,7 @@ index_t slots_before(const View& view, index_t sequence, index_t head, index_t p
   return first;
 }
 
-/// Of every row: its length, where its scores begin, and of every sequence how many of its newest tokens stay.
+/// The length of every row and the begin of its scores; for every sequence, how many newest tokens stay.
 template <class View, class E, class Policy>
 void lay_out(const Policy& policy, const choose_problem<View, E>& p, choose_workspace<View::k_dim>& workspace) {
   workspace.lengths.clear();
@@ -122,8 +122,8 @@ void lay_out(const Policy& policy, const choose_problem<View, E>& p, choose_work
   }
 }
 
-/// The scores that the policy's scorer gives without queries: by position, or by what is stored of sequences that are
-/// not `whole`, alone or beside what queries were like.
+/// Scores that need no queries: by position, by stored rows, or by stored rows and statistics of queries. Sequences
+/// that are `whole` get none.
 template <class Policy, class View, class E, class Whole>
 void score_what_is_stored(const Policy& policy, const choose_problem<View, E>& p,
                           choose_workspace<View::k_dim>& workspace, const Whole& whole, executor& workers) {
@@ -163,7 +163,7 @@ void score_what_is_stored(const Policy& policy, const choose_problem<View, E>& p
   }
 }
 
-/// Scores become products, where the scorer has a factor.
+/// Multiplies scores by the scorer's factors, if it has any.
 template <class Policy, class View, class E, class Whole>
 void multiply(const Policy& policy, const choose_problem<View, E>& p, choose_workspace<View::k_dim>& workspace,
               const Whole& whole, executor& workers) {
@@ -182,7 +182,7 @@ void multiply(const Policy& policy, const choose_problem<View, E>& p, choose_wor
   }
 }
 
-/// What the scorer weighs values by, as far as there is anything to choose.
+/// The factors by which the scorer weighs values, of sequences that choose.
 template <class Policy, class View, class E, class Whole>
 void weigh_values(const Policy& policy, const choose_problem<View, E>& p, choose_workspace<View::k_dim>& workspace,
                   const Whole& whole, executor& workers) {
@@ -208,7 +208,7 @@ void weigh_values(const Policy& policy, const choose_problem<View, E>& p, choose
   }
 }
 
-/// Sums over a window's query rows become their mean, where the scorer asks for it.
+/// Turns sums over a window's query rows into means, if the scorer needs these.
 template <class Scorer, class View, class E>
 void divide_by_rows(const Scorer&, const choose_problem<View, E>& p, choose_workspace<View::k_dim>& workspace) {
   if constexpr (joins_rows_by<Scorer> == row_join::mean) {
@@ -221,7 +221,7 @@ void divide_by_rows(const Scorer&, const choose_problem<View, E>& p, choose_work
   }
 }
 
-/// One row of scores for all heads of a layer, in place of theirs.
+/// Joins the scores of all heads of a layer into one row.
 template <joining_scope Scope>
 void join_heads(const Scope& scope, const layer_scores& scores, index_t summed, host_vector<float>& joined) {
   joined.assign(scores.head(0), scores.head(0) + scores.tokens[0]);
@@ -261,16 +261,16 @@ layer_scores choose_in_scope(const Policy& policy, const layer_scores& scores, i
 
 }  // namespace detail
 
-/// Chooses what every (sequence, kv_head) of a batch keeps of one layer: what cuda::score_and_choose does, and what the
-/// caches' first stages call. `policy` is the first stage of a recipe as its budget has been planned (`planned`).
+/// Chooses the slots that every (sequence, kv_head) of a batch keeps in one layer, as cuda::score_and_choose does. The
+/// caches' first stages call it. `policy` is the first stage of a recipe with its planned budget (`planned`).
 /// Shapes   as choose_problem says; row sequence * kv_heads + head of `kept` has that head's slots.
-/// Returns  the last sequence's scores as budget and selector saw them, valid until the workspace changes; none of one
-///          that was not looked at.
-/// Errors   what the scorer needs is not there; queries or tables that do not fit the view; positions that do not
-///          ascend: tessera::error.
-/// Cost     a scorer of a window reads K twice (once where the engine hands over the log-sum-exps); those of positions
-///          and of accumulated scores read no key; those by contents read what they look at once, or twice where they
-///          compare it with its mean. Sequences that the budget keeps whole are not scored.
+/// Returns  the last sequence's scores as budget and selector got them, valid until the workspace changes; none of a
+///          sequence that was not scored.
+/// Errors   input of the scorer is missing; queries or tables that do not fit the view; positions that do not ascend:
+///          tessera::error.
+/// Cost     a scorer of a window reads K twice (once with the engine's log-sum-exps); those of positions and of
+///          accumulated scores read no key; those of contents read their rows once, or twice where they compare them
+///          with their mean. Sequences that fit the budget are not scored.
 template <class Policy, class View, class E>
 layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E>& p, selection& kept,
                               choose_workspace<View::k_dim>& workspace, executor& workers) {
@@ -289,7 +289,7 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
     workspace.raw.assign(
         workspace.lengths.empty() ? 0 : std::size_t(workspace.offsets.back() + workspace.lengths.back()), 0.0f);
   }
-  // What the budget keeps whole is kept whatever its score.
+  // A sequence that fits the budget is kept whatever its scores.
   const auto whole = [&](index_t b) {
     const index_t* lengths = workspace.lengths.data() + b * heads;
     return keeps_all(own_policy(b).budget,
@@ -334,7 +334,7 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
     if (p.reach) {
       scores.settled = workspace.settled.data() + b * heads;
       scores.earlier = workspace.earlier.data() + b * heads;
-      scores.seen = p.reach[b].seen();
+      scores.prompt_tokens = p.reach[b].prompt_tokens();
     }
     slot_facts beside{p.segments, {workspace.weights.data(), 0, 0, workspace.offsets.data() + b * heads}, p.counts};
     if (p.segments.begin) {
@@ -346,9 +346,9 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
     constexpr bool adds_up = observed != observes::nothing && observed != observes::statistics &&
                              (rows_by == row_join::sum || rows_by == row_join::newest);
     const index_t summed = adds_up && p.q.heads > 0 ? p.q.heads : heads;
-    seen = detail::choose_in_scope(own_policy(b), scores, summed, beside, view.sequences == 1 ? kept : workspace.one,
+    seen = detail::choose_in_scope(own_policy(b), scores, summed, beside, view.sequences == 1 ? kept : workspace.chosen,
                                    workspace.retaining, workspace.joined, workspace.begins);
-    if (view.sequences != 1) kept.append(workspace.one);
+    if (view.sequences != 1) kept.append(workspace.chosen);
   }
   return seen;
 }

@@ -21,21 +21,21 @@ void for_each_segment(const index_t* segments, index_t n, const Visit& visit) {
   }
 }
 
-/// The last pass of a scorer that sees segments, in place.
+/// The last pass of a scorer of segments, in place.
 template <segment_scorer Scorer>
 void rescore_segments(const Scorer& scorer, const index_t* segments, index_t n, float* scores) {
-  float most = 0;
+  float largest = 0;
   for_each_segment(segments, n, [&](index_t first, index_t length) {
-    most = (std::max)(most, scorer.describe_segment(scores + first, length).importance);
+    largest = (std::max)(largest, scorer.describe_segment(scores + first, length).importance);
   });
   for_each_segment(segments, n, [&](index_t first, index_t length) {
     const segment_statistics own = scorer.describe_segment(scores + first, length);
-    for (index_t i = first; i < first + length; ++i) scores[i] = scorer.rescored(scores[i], own, most);
+    for (index_t i = first; i < first + length; ++i) scores[i] = scorer.rescored(scores[i], own, largest);
   });
 }
 
-/// What a selector that sees segments chooses: the best tokens say how many each segment gets, the selector which.
-/// `blocks` gets how each segment of the candidates was taken, 0: not at all.
+/// The choice of a selector of segments: the best tokens fix how many each segment gets, the selector which ones.
+/// `blocks` gets the selector's block size of each segment of the candidates, 0: nothing was chosen there.
 template <segment_selector Selector>
 index_t choose_in_segments(const Selector& selector, const float* scores, const index_t* segments, index_t n,
                            index_t tail, index_t keep, index_t* out, top_k_scratch& scratch, host_vector<index_t>& best,

@@ -24,18 +24,18 @@ namespace cpu {
 
 /// Runs independent items on all cores.
 ///
-/// Items are handed out dynamically, so an operation that must give the same bits every time lets each item write its
-/// own output and merges in item order afterwards; no result may depend on which worker ran an item. Items run in the
+/// Items are distributed dynamically. An operation that must give the same bits every time lets each item write its own
+/// output and merges in item order afterwards: no result may depend on which worker ran an item. Items run in the
 /// floating-point mode that programs begin with, whatever the caller's is.
-/// Any thread may call `for_each` at any time. While the threads are at another call's items, and in a child of fork(),
-/// which has none of them, a call's items run on its own thread.
+/// Any thread may call `for_each` at any time. While the workers are busy with another call, and in a child of fork(),
+/// which has no workers, the items run on the calling thread.
 class executor {
  public:
   static constexpr double worth_waking = 1 << 20;
 
-  /// `threads` workers, the calling thread among them; 0 takes every core of the machine.
-  /// Where the system gives fewer (a container's limit), it works with those, or, where they are more than cores, with
-  /// half of them: the memory of the others' stacks may be what is short. See `threads` and `refused`.
+  /// Starts `threads` workers, the calling thread included; 0: one for every core.
+  /// Where the system starts fewer (a container's limit), the executor uses those. If they are more than the cores it
+  /// uses half of them, because memory for stacks may be short. See `threads` and `refused`.
   explicit executor(int threads = 0) {
     if (threads <= 0) threads = (std::max)(1, int(std::thread::hardware_concurrency()));
     if (threads == 1) return;
@@ -48,19 +48,19 @@ class executor {
   executor(const executor&) = delete;
   executor& operator=(const executor&) = delete;
 
-  /// In a child of fork() the memory of the threads is not given back: nothing can end what they held or waited on.
+  /// In a child of fork() the memory of the threads is not released: their locks cannot be undone there.
   ~executor() {
     if (!has_threads()) (void)helpers_.release();
   }
 
   int threads() const noexcept { return helpers_ ? int(helpers_->threads.size()) + 1 : 1; }
-  /// Threads that were asked for and that the system did not give.
+  /// Requested threads that the system did not start.
   int refused() const noexcept { return refused_; }
 
-  /// Calls `body(item, worker)` for every item in [0, count), worker in [0, threads()), 0 the calling thread. Returns
-  /// when all are done; rethrows the first exception that an item threw.
-  /// `cost` is a guess of the multiply-adds in all: waking a helper takes about 25 us (2-core EPYC VM), so work below
-  /// `worth_waking` runs on the calling thread.
+  /// Calls `body(item, worker)` for every item in [0, count), with a worker in [0, threads()); 0 is the calling thread.
+  /// Returns when all are done; rethrows the first exception that an item threw.
+  /// `cost` estimates the multiply-adds of all items. Waking a helper takes about 25 us (2-core EPYC VM), so that work
+  /// below `worth_waking` runs on the calling thread.
   template <class Body>
   void for_each(index_t count, Body&& body, double cost = 1e9) {
     if (count <= 0) return;
@@ -78,13 +78,13 @@ class executor {
   }
 
  private:
-  /// The threads beside the caller's, and all that they touch.
+  /// The threads beside the caller's, and the state that they share.
   struct helpers {
     using call_type = void (*)(void*, index_t, int);
 
     ~helpers() { keep(0); }
 
-    /// As many of them as the system gives.
+    /// Starts as many threads as the system allows.
     void start(int wanted) {
       threads.reserve(std::size_t(wanted));
       try {
@@ -94,17 +94,17 @@ class executor {
         keep((std::max)(threads.size() / 2, (std::min)(threads.size(), cores - 1)));
       }
     }
-    /// One that is never joined would wait on members that are gone.
-    void keep(std::size_t kept) noexcept {
+    /// Ends and joins all but the first `count` threads: one that is not joined would wait on destroyed members.
+    void keep(std::size_t count) noexcept {
       {
         std::lock_guard lock(mutex);
-        most = kept;
+        last_worker = count;
       }
       wake.notify_all();
-      for (; threads.size() > kept; threads.pop_back()) threads.back().join();
+      for (; threads.size() > count; threads.pop_back()) threads.back().join();
     }
 
-    /// Returns what an item threw first.
+    /// Runs all items. Returns the first exception that one threw.
     std::exception_ptr run(index_t items, call_type made, void* with) {
       {
         std::lock_guard lock(mutex);
@@ -123,14 +123,14 @@ class executor {
     }
     void serve(int worker) {
       const default_float_mode mode;  // a thread begins in the mode of the one that starts it
-      std::uint64_t seen = 0;
+      std::uint64_t observed = 0;
       for (;;) {
         {
           std::unique_lock lock(mutex);
-          const auto leaves = [&] { return std::size_t(worker) > most; };
-          wake.wait(lock, [&] { return leaves() || round != seen; });
+          const auto leaves = [&] { return std::size_t(worker) > last_worker; };
+          wake.wait(lock, [&] { return leaves() || round != observed; });
           if (leaves()) return;
-          seen = round;
+          observed = round;
         }
         work(worker);
         std::lock_guard lock(mutex);
@@ -155,14 +155,14 @@ class executor {
     index_t count = 0;
     int busy = 0;
     std::uint64_t round = 0;
-    std::size_t most = ~std::size_t(0);  // those with higher numbers leave
+    std::size_t last_worker = ~std::size_t(0);  // those with higher numbers leave
     call_type call = nullptr;
     void* object = nullptr;
     std::exception_ptr failure;
   };
 
   bool has_threads() const noexcept { return helpers_ && home_.is_here(); }
-  /// Whether the helpers are this call's now.
+  /// Claims the helpers for this call. Returns whether that worked.
   bool enter() noexcept { return has_threads() && !is_busy_.exchange(true, std::memory_order_acquire); }
 
   std::unique_ptr<helpers> helpers_;  // none: the calling thread alone

@@ -124,7 +124,7 @@ TESSERA_INLINE lanes load(const fp16* p) {
 /// Bit patterns of e4m3 in the highest byte of every lane, as fp8::operator float converts them. Below it may lie
 /// anything.
 TESSERA_INLINE lanes fp8_lanes(words bits) {
-  // The sign stays, four copies of it fall out of the mask, exponent and mantissa come to stand where fp32 has them.
+  // Keeps the sign, masks its four copies away, and shifts exponent and mantissa to their bits in fp32.
   const words x = std::bit_cast<words>(std::bit_cast<integers>(bits) >> 4) & 0x87f00000u;
   const auto not_a_number = std::bit_cast<words>((x & 0x07f00000u) == 0x07f00000u);  // all bits set is one too
   return std::bit_cast<lanes>(std::bit_cast<words>(std::bit_cast<lanes>(x) * 0x1p120f) | not_a_number);
@@ -162,7 +162,7 @@ TESSERA_INLINE void load_two(const fp16* p, lanes& first, lanes& second) {
   first = fp16_lanes(x & 0xffffu);
   second = fp16_lanes(x >> 16);
 }
-/// A vector and itself again.
+/// A vector, twice.
 template <class Half>
 TESSERA_INLINE auto twice(Half x) {
   if constexpr (sizeof(Half) == 32) {
@@ -173,7 +173,7 @@ TESSERA_INLINE auto twice(Half x) {
     return __builtin_shufflevector(x, x, 0, 1, 0, 1);
   }
 }
-/// Words of four elements stand twice in a vector, and each lane shifts another of them to the top.
+/// A vector has each word of four elements twice, and each lane shifts another element to the top.
 TESSERA_INLINE void load_two(const fp8* p, lanes& first, lanes& second) {
   using few_words = std::uint32_t __attribute__((vector_size(lane_count * 2)));
   few_words part;
@@ -185,7 +185,7 @@ TESSERA_INLINE void load_two(const fp8* p, lanes& first, lanes& second) {
   second = fp8_lanes(x << (shift - 16));
 }
 
-/// Where element d of a row of `Dim` stands when the row is loaded by `load_two`; what is left over, by `load`.
+/// The index of element d of a row of `Dim` that is loaded by `load_two`, and its rest by `load`.
 template <int Dim, class Stored>
 constexpr int order_in_row(int d) {
   constexpr int two = 2 * lane_count, half = lane_count / 2;
@@ -196,7 +196,7 @@ constexpr int order_in_row(int d) {
   return d;
 }
 
-/// Asks for a row that will be read soon. Without it the step waits for memory between short bursts of arithmetic.
+/// Prefetches a row that will be read soon. Without it the step waits for memory between short bursts of arithmetic.
 template <int Dim, class T>
 TESSERA_INLINE void prefetch_row(const T* row) {
   for (std::size_t byte = 0; byte < Dim * sizeof(T); byte += 64) {

@@ -1,4 +1,4 @@
-// What loops over rows share: query rows with their positions, the slots of a row, and how both are loaded.
+// Query rows with their positions, the slots of a row, and loading of both.
 #pragma once
 
 #include "../../../core/host/host_vector.hpp"
@@ -14,7 +14,7 @@ template <class Q>
 struct query_rows {
   rows_view<const Q> q;
   const index_t* first_position = nullptr;  ///< [sequences]
-  const index_t* valid = nullptr;  ///< [sequences], how many tokens count, the first ones; null: all. Scoring only
+  const index_t* valid = nullptr;           ///< [sequences], how many first tokens count; null: all. Scoring only
   index_t tokens_of(index_t sequence) const { return valid ? valid[sequence] : q.tokens; }
   index_t position(index_t sequence, index_t token) const { return first_position[sequence] + token; }
 };
@@ -22,9 +22,8 @@ struct query_rows {
 template <class Q, class... Rest>
 query_rows(rows_view<Q>, Rest...) -> query_rows<std::remove_const_t<Q>>;
 
-/// The positions of one (sequence, kv_head) must ascend by slot: masks, windows and what comes last go by that.
-/// Errors   positions that do not: tessera::error.   Cost  one pass over them, where the view does not say that they
-///          do.
+/// Checks that the positions of one (sequence, kv_head) ascend by slot: masks and windows rely on it.
+/// Errors   positions that do not: tessera::error.   Cost  one pass over them, unless the view says that they do.
 template <class View>
 void require_ascending(const View& view, index_t sequence, index_t head) {
   if constexpr (requires { view.order; }) {
@@ -42,7 +41,7 @@ void require_ascending(const View& view, index_t sequence, index_t head) {
          "pass the view of cpu::ordered_slots, which lists slots by their positions");
   }
 }
-/// The same of every (sequence, kv_head).
+/// The same for every (sequence, kv_head).
 template <class View>
 void require_ascending(const View& view) {
   if constexpr (requires { view.order; }) {
@@ -51,15 +50,15 @@ void require_ascending(const View& view) {
       require_ascending(view, row / view.kv_heads, row % view.kv_heads);
   }
 }
-/// The view once its positions have been looked at: who gets it need not look again.
+/// The view after a check of its positions, so that operations on it need no second one.
 template <class View>
 View ascending_view(View view) {
   if constexpr (requires { view.order; }) view.order = slot_order::ascending;
   return view;
 }
 
-/// Queries that a view can answer: whole groups of heads, of its sequences and head dim.
-/// Errors   others: tessera::error.
+/// Checks queries against a view: whole groups of heads, the view's sequences and head dim.
+/// Errors   queries that do not fit: tessera::error.
 template <class View, class Q>
 void check_query_shapes(const View& view, const query_rows<Q>& queries) {
   require(view.kv_heads >= 1 && queries.q.heads >= 1 && queries.q.heads % view.kv_heads == 0, "q_heads",
@@ -80,7 +79,7 @@ void check_queries(const View& view, const query_rows<Q>& queries) {
   require_ascending(view);
 }
 
-/// The m-th query head of every group of `members`, and the rule as these heads have it.
+/// The m-th query head of every group of `members`, and the rule of these heads.
 template <class Q>
 struct group_member {
   rows_view<const Q> q;

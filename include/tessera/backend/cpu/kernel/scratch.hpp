@@ -1,4 +1,4 @@
-// Memory that a copy does not take along.
+// Memory that is not copied with its owner.
 #pragma once
 
 #include "../../../core/config.hpp"
@@ -6,7 +6,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// What an operation reuses from call to call and nobody reads between calls: a copy begins with its own, empty.
+/// Memory that an operation reuses from call to call and nothing reads between calls. A copy begins empty.
 template <class T>
 struct scratch {
   T memory{};

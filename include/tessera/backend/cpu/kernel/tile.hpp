@@ -13,7 +13,7 @@ namespace cpu {
 inline constexpr int tile_tokens = 64;  ///< tokens of a tile: K of d 128 takes 32 KiB as fp32
 inline constexpr int tile_rows = 64;    ///< query rows of a block
 
-/// What one worker needs to run a tile.
+/// The memory of one worker for a tile.
 template <int D, int Dv>
 struct tile_memory {
   alignas(64) float keys[tile_tokens * D];        // [tokens, D]
@@ -25,7 +25,7 @@ struct tile_memory {
 };
 
 /// logits[r, t .. t + Keys) = q[r] . keys[t .. t + Keys) with lanes along D, for `Rows` rows; Rows * Keys is a multiple
-/// of four. Queries stand in the order of stored rows.
+/// of four. Queries are in the order of stored rows.
 template <int D, int Rows, int Keys, class T>
 TESSERA_INLINE void dots_block(const float* q, const T* const* keys, float* logits) {
   constexpr int two = 2 * lane_count;
@@ -58,7 +58,7 @@ TESSERA_INLINE void dots_block(const float* q, const T* const* keys, float* logi
 
 /// logits [rows, tile_tokens] = q . k, straight from the stored rows: for few rows, where converting and transposing
 /// the tile would cost more than it saves. `keys` has a multiple of four pointers; surplus logits are masked later.
-/// The tile's values are asked for meanwhile.
+/// Prefetches the tile's values meanwhile.
 template <int D, int Dv, class T>
 inline void dots_few_rows(const float* q, int rows, const T* const* keys, const T* const* values, int tokens,
                           float* logits) {
@@ -84,18 +84,18 @@ inline void scale_tokens(float* rows, int count, const float* scales) {
   }
 }
 
-/// Rows that are to be asked for while others are worked on.
+/// Rows to prefetch while others are worked on.
 template <class T>
-struct asked_rows {
+struct prefetched_rows {
   const T* const* next;
   const T* const* end;
 };
 
-/// out [Rows, Vectors of columns] += weights [Rows, tile_tokens] v, straight from the stored rows, of which `out` has
-/// the order. Asks for `most` more rows with every eight tokens.
+/// out [Rows, Vectors of columns] += weights [Rows, tile_tokens] v, straight from the stored rows, in whose order `out`
+/// is. Prefetches `count` more rows with every eight tokens.
 template <int D, int Dv, int Rows, int Vectors, class T>
 TESSERA_INLINE void add_values_block(const float* weights, const T* const* values, int tokens, int column, float* out,
-                                     asked_rows<T>& asked, int most) {
+                                     prefetched_rows<T>& prefetched, int count) {
   lanes acc[Rows][Vectors];
   for (int r = 0; r < Rows; ++r) {
     for (int v = 0; v < Vectors; ++v) acc[r][v] = load(out + r * Dv + column + v * lane_count);
@@ -112,7 +112,7 @@ TESSERA_INLINE void add_values_block(const float* weights, const T* const* value
   };
   int t = 0;
   for (; t + 8 <= tokens; t += 8) {
-    for (int i = 0; i < most && asked.next < asked.end; ++i) prefetch_row<D>(*asked.next++);
+    for (int i = 0; i < count && prefetched.next < prefetched.end; ++i) prefetch_row<D>(*prefetched.next++);
     [&]<int... i>(std::integer_sequence<int, i...>) { (add(t + i), ...); }
     (std::make_integer_sequence<int, 8>{});
   }
@@ -122,22 +122,22 @@ TESSERA_INLINE void add_values_block(const float* weights, const T* const* value
   }
 }
 
-/// out [rows, Dv] += weights [rows, tile_tokens] v, straight from the stored rows. The next tile's keys are asked for
-/// meanwhile, a few at a time: all at once they fill the queue of misses, and arithmetic waits.
+/// out [rows, Dv] += weights [rows, tile_tokens] v, straight from the stored rows. Prefetches the next tile's keys
+/// meanwhile, a few at a time: all at once they would fill the queue of misses, and arithmetic would wait.
 template <int D, int Dv, class T>
 inline void add_values_few_rows(const float* weights, int rows, const T* const* values, const T* const* next_keys,
                                 int tokens, float* out) {
   constexpr int wide = accumulators * lane_count, rest = Dv % wide / lane_count;
-  constexpr int blocks = (Dv / wide + (rest > 0)) * tile_tokens / 8, most = (tile_tokens + blocks - 1) / blocks;
-  asked_rows<T> asked{next_keys, next_keys + tile_tokens};
+  constexpr int blocks = (Dv / wide + (rest > 0)) * tile_tokens / 8, count = (tile_tokens + blocks - 1) / blocks;
+  prefetched_rows<T> prefetched{next_keys, next_keys + tile_tokens};
   const auto columns = [&]<int Rows>(std::integer_sequence<int, Rows>, int r) {
     const float* row_weights = weights + r * tile_tokens;
     float* to = out + r * Dv;
     for (int c = 0; c + wide <= Dv; c += wide) {
-      add_values_block<D, Dv, Rows, accumulators>(row_weights, values, tokens, c, to, asked, most);
+      add_values_block<D, Dv, Rows, accumulators>(row_weights, values, tokens, c, to, prefetched, count);
     }
     if constexpr (rest > 0) {
-      add_values_block<D, Dv, Rows, rest>(row_weights, values, tokens, Dv - rest * lane_count, to, asked, most);
+      add_values_block<D, Dv, Rows, rest>(row_weights, values, tokens, Dv - rest * lane_count, to, prefetched, count);
     }
   };
   int r = 0;

@@ -1,4 +1,4 @@
-// Observers on the CPU: what a first stage's scorer has to see of a conversation, by layer and sequence.
+// Observers on the CPU: what a first stage's scorer needs to know of a conversation, by layer and sequence.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// What a choice by a recipe's first stage begins with.
+/// The problem that a choice by a recipe's first stage fills in.
 template <class Recipe>
 using first_stage_problem = choose_problem<typename kv_store<typename Recipe::layout_type>::view_type, float>;
 
@@ -31,16 +31,16 @@ struct choice_inputs {
 /// The observer of a recipe whose first stage chooses by position alone, or not at all. Every observer has these
 /// members:
 ///   with_scores                    whether the store holds a score beside each token
-///   open(id)                       makes room for an id, of which nothing is observed
-///   forget(id), forget(owner)      what was observed of an open id, of one layer of it, goes; needs no memory
-///   end_turn(id)                   the same, but for what lasts from turn to turn
-///   copy(from, to)                 between turns: what lasts, to an id of which nothing was observed
-///   observe_prompt(...)            takes the queries of a chunk's last tokens; as before when memory runs out
-///   observe_step(b, ...)           takes the queries of a step, of the b-th sequence of a batch; returns the bytes of
-///                                  scores that it read; as before when memory runs out
+///   open(id)                       opens a sequence, of which nothing is observed
+///   forget(id), forget(owner)      forgets an open sequence, or one layer of it; needs no memory
+///   end_turn(id)                   forgets what does not last from turn to turn
+///   copy(source, target)           between turns: copies what lasts to an empty sequence
+///   observe_prompt(...)            observes the queries of a chunk's last tokens; unchanged when memory runs out
+///   observe_step(b, ...)           observes the queries of a step, of the b-th sequence of a batch; returns the bytes
+///                                  of scores that it read; unchanged when memory runs out
 ///   abandon(b, owner, store)       undoes `observe_step`; needs no memory
-///   complete(problem, ...)         adds what was observed to the problem of a choice
-///   bytes(owner)                   what is allocated for a layer of a sequence
+///   complete(problem, ...)         adds the observations to the problem of a choice
+///   bytes(owner)                   allocated bytes of a layer of a sequence
 template <class Recipe>
 class no_observer {
  public:
@@ -71,13 +71,13 @@ class no_observer {
   offset_t bytes(sequence_layer) const { return 0; }
 };
 
-/// The observer of a recipe, by what its scorer observes; each kind specialises this in its own header.
+/// The observer of a recipe, by the kind of its scorer; each kind specialises this.
 template <class Recipe>
 struct observer_of {
   using type = no_observer<Recipe>;
 };
 
-/// The last queries of a turn's prompt, which are remembered until it ends.
+/// The last queries of a turn's prompt, kept until it ends.
 /// Memory   fp32 [rows, q_heads, k_dim] for each layer of each sequence.
 template <class Recipe>
 class window_observer : public no_observer<Recipe> {
@@ -119,7 +119,7 @@ class window_observer : public no_observer<Recipe> {
   offset_t bytes(sequence_layer owner) const { return offset_t(windows_[owner].capacity() * sizeof(float)); }
 
  protected:
-  /// Adds the newest `added` rows of q behind the newest `kept` of those that are here; the others go.
+  /// Adds the newest `added` rows of q behind the newest `kept` stored ones; drops the others.
   template <class E>
   static void remember(host_vector<float>& rows, const rows_view<const E>& q, index_t added, index_t kept) {
     const index_t row = q.heads * k_dim, old = (std::min)(kept, index_t(rows.size()) / (std::max)(1, row));
@@ -137,7 +137,7 @@ class window_observer : public no_observer<Recipe> {
   sequence_table<host_vector<float>> windows_;  // [rows, q_heads, k_dim], the newest that are observed
 };
 
-/// The newest queries of a conversation, those of steps too; they are remembered as long as it lasts.
+/// The newest queries of a conversation, those of steps included, as long as it lasts.
 template <class Recipe>
 class following_observer : public window_observer<Recipe> {
   using base = window_observer<Recipe>;
@@ -153,7 +153,7 @@ class following_observer : public window_observer<Recipe> {
     }
   }
 
-  /// Until the next step the step's window still lies before the new rows, so that `abandon` can drop them.
+  /// The previous window stays before the new rows until the next step, so that `abandon` can drop these.
   template <class E>
   offset_t observe_step(index_t b, sequence_layer owner, store_type&, const planned<Recipe>& policies,
                         const logit_rule&, const rows_view<const E>& q, index_t, executor&) {
@@ -177,7 +177,7 @@ requires(Recipe::retain_type::observed == observes::window) struct observer_of<R
   using type = std::conditional_t<Recipe::retain_type::follows, following_observer<Recipe>, window_observer<Recipe>>;
 };
 
-/// A score beside each token, made by something else than queries that the cache sees (KVzip's second reading).
+/// A score beside each token that does not come from queries of the cache (KVzip's second reading).
 template <class Recipe>
 class stored_scores : public no_observer<Recipe> {
  public:
@@ -192,7 +192,7 @@ class stored_scores : public no_observer<Recipe> {
   }
 };
 
-/// Adds what every query so far gives to the scores that lie beside the tokens.
+/// Adds the weights of every query to the scores that lie beside the tokens.
 template <class Recipe>
 class accumulating_observer : public stored_scores<Recipe> {
   using scorer_type = typename Recipe::retain_type::scorer_type;
@@ -226,26 +226,26 @@ class accumulating_observer : public stored_scores<Recipe> {
     }
   }
 
-  /// Where nothing is chosen in steps, their queries are not observed.
+  /// Observes nothing where the recipe chooses nothing in steps.
   template <class E>
   offset_t observe_step(index_t b, sequence_layer owner, store_type& store, const planned<Recipe>& policies,
                         const logit_rule& rule, const rows_view<const E>& q, index_t next, executor& workers) {
     if (!in_steps) return 0;
-    auto& before = *before_;
-    if (before.size() <= std::size_t(b)) before.resize(std::size_t(b) + 1);
-    before[std::size_t(b)] = store.beside(owner).all_scores();
+    auto& previous = *previous_scores_;
+    if (previous.size() <= std::size_t(b)) previous.resize(std::size_t(b) + 1);
+    previous[std::size_t(b)] = store.beside(owner).all_scores();
     observe_prompt(owner, store, policies, rule, q, next, workers);
     offset_t read = 0;
     for (const index_t length : store.lengths(owner)) read += length * offset_t(sizeof(float));
     return read;
   }
   void abandon(index_t b, sequence_layer owner, store_type& store) {
-    if (in_steps) store.beside(owner).set_scores((*before_)[std::size_t(b)]);
+    if (in_steps) store.beside(owner).set_scores((*previous_scores_)[std::size_t(b)]);
   }
 
  private:
   scratch<score_workspace<Recipe::layout_type::k_dim>> scoring_;
-  scratch<host_vector<host_vector<float>>> before_;  // by sequence of a batch: scores before the step
+  scratch<host_vector<host_vector<float>>> previous_scores_;  // by sequence of a batch: scores before the step
 };
 
 template <class Recipe>
@@ -258,7 +258,7 @@ requires(Recipe::retain_type::observed == observes::rereading) struct observer_o
   using type = stored_scores<Recipe>;
 };
 
-/// What the queries of a turn's prompt are like (Expected Attention); forgotten when it ends.
+/// Statistics of the queries of a turn's prompt (Expected Attention); forgotten when it ends.
 /// Errors   a model without rope_frequencies: tessera::error.
 template <class Recipe>
 class statistics_observer : public no_observer<Recipe> {

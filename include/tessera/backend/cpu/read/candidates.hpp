@@ -1,4 +1,4 @@
-// Which slots a turn's steps may read, for every kv_head: what a filter let through, and what was decoded since.
+// The slots that the steps of a turn may read, for every kv_head: a filter's choice, and the tokens decoded since.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// A view of some slots of another one, of one sequence: `slots` of head h begin at begins[h], `counts[h]` of them.
+/// A view of some slots of a view of one sequence: head h has the `counts[h]` slots from slots[begins[h]] on.
 template <class T, int D, class Table, int Dv>
 kv_view<T, D, filtered<Table>, Dv> view_of_slots(const kv_view<T, D, Table, Dv>& all, const index_t* slots,
                                                  const offset_t* begins, const index_t* counts,
@@ -34,26 +34,25 @@ kv_view<T, D, filtered<Table>, Dv> view_of_slots(const kv_view<T, D, Table, Dv>&
   return result;
 }
 
-/// Ascending slot lists by kv_head, of one layer and one sequence, that grow at their ends. Of K and V nothing is
-/// copied.
+/// Ascending slots by kv_head, of one layer of one sequence. They grow at the end; K and V are not copied.
 class candidates {
  public:
   index_t count(index_t head) const { return counts_[std::size_t(head)]; }
   const index_t* row(index_t head) const { return slots_.data() + begins_[std::size_t(head)]; }
 
-  void assign(const selection& passed) {
+  void assign(const selection& chosen) {
     host_vector<offset_t> begins{0};
-    host_vector<index_t> fresh, counts = passed.counts;
-    for (index_t h = 0; h < passed.rows(); ++h) {
-      fresh.insert(fresh.end(), passed.row(h), passed.row(h) + passed.counts[std::size_t(h)]);
-      begins.push_back(offset_t(fresh.size()));
+    host_vector<index_t> slots, counts = chosen.counts;
+    for (index_t h = 0; h < chosen.rows(); ++h) {
+      slots.insert(slots.end(), chosen.row(h), chosen.row(h) + chosen.counts[std::size_t(h)]);
+      begins.push_back(offset_t(slots.size()));
     }
-    fresh.shrink_to_fit();
+    slots.shrink_to_fit();
     begins_ = std::move(begins);
     counts_ = std::move(counts);
-    slots_ = std::move(fresh);
+    slots_ = std::move(slots);
   }
-  /// Every slot of heads of such lengths.
+  /// Makes every slot of heads of these lengths a candidate.
   void assign_all(const host_vector<index_t>& lengths) {
     selection all;
     all.reset(lengths);
@@ -72,24 +71,24 @@ class candidates {
     }
   }
 
-  /// No slots of any head; gives the memory back.
+  /// Removes all slots and releases their memory.
   void clear() {
     std::fill(begins_.begin(), begins_.end(), 0);
     std::fill(counts_.begin(), counts_.end(), 0);
     host_vector<index_t>().swap(slots_);
   }
-  /// Takes back slots that heads of such lengths do not have.
+  /// Removes slots that heads of these lengths do not have.
   void abandon(const host_vector<index_t>& lengths) {
     for (std::size_t h = 0; h < counts_.size(); ++h) {
       while (counts_[h] > 0 && slots_[std::size_t(begins_[h] + counts_[h] - 1)] >= lengths[h]) --counts_[h];
     }
   }
 
-  /// Adds the newest `tokens` slots of heads that hold `lengths`.
+  /// Adds the newest `tokens` slots of heads of these lengths.
   void append(const host_vector<index_t>& lengths, index_t tokens) {
-    bool room = true;
-    for (std::size_t h = 0; h < counts_.size(); ++h) room &= counts_[h] + tokens <= begins_[h + 1] - begins_[h];
-    if (!room) grow(tokens);
+    bool fits = true;
+    for (std::size_t h = 0; h < counts_.size(); ++h) fits &= counts_[h] + tokens <= begins_[h + 1] - begins_[h];
+    if (!fits) grow(tokens);
     for (std::size_t h = 0; h < counts_.size(); ++h) {
       for (index_t t = 0; t < tokens; ++t) {
         slots_[std::size_t(begins_[h] + counts_[h]++)] = lengths[h] - tokens + t;
@@ -97,7 +96,7 @@ class candidates {
     }
   }
 
-  /// A view of the candidates alone over the view of everything. Valid until either changes.
+  /// A view of the candidates alone, over a view of everything. Valid until either changes.
   template <class View>
   auto view(const View& all) const {
     return view_of_slots(all, slots_.data(), begins_.data(), counts_.data(),
@@ -113,18 +112,18 @@ class candidates {
       const index_t length = count + tokens;
       begins.push_back(begins.back() + length + spare_room(length));
     }
-    host_vector<index_t> fresh(std::size_t(begins.back()), no_index);
+    host_vector<index_t> slots(std::size_t(begins.back()), no_index);
     for (std::size_t h = 0; h < counts_.size(); ++h) {
-      std::copy_n(slots_.begin() + begins_[h], counts_[h], fresh.begin() + begins[h]);
+      std::copy_n(slots_.begin() + begins_[h], counts_[h], slots.begin() + begins[h]);
     }
     begins_ = std::move(begins);
-    slots_ = std::move(fresh);
+    slots_ = std::move(slots);
   }
 
   host_vector<offset_t> begins_{0};  // by head, and the end
   host_vector<index_t> counts_;
   host_vector<index_t> slots_;
-  host_vector<index_t> positions_;  // of slots that are none
+  host_vector<index_t> positions_;  // where they differ from slots
 };
 
 }  // namespace cpu

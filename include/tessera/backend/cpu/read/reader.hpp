@@ -1,4 +1,4 @@
-// Readers: what a second stage keeps beside the tokens (an index), and how it chooses by it what a step reads.
+// Readers: the index of a second stage, and the choice of what a step reads.
 #pragma once
 
 #include <cstddef>
@@ -11,41 +11,44 @@ namespace cpu {
 template <class Recipe>
 class exact_reader;
 
-/// The reader of a recipe that retrieves. One that needs an index of its own specialises this for its scorers, in the
-/// header of the index; without that, exact scores of every key are read.
+/// The reader of a recipe that retrieves. An index specialises this for its scorers, in its own header. Without an
+/// index, a step reads every key and scores it exactly.
 ///
-/// A reader is made with the model_shape. A place is a (layer, sequence); views are what the step may read of it.
-///   open(place)                              a sequence is opened: nothing is stored yet. Like `refresh`, `append` and
-///                                            `choose` it may run out of memory; the others need none
-///   clear(place)                             the sequence is closed: gives the place's memory back
-///   copy(from, to)                           an open, empty place gets what another one knows; may run out of memory,
-///                                            too
-///   forget(place)                            a step or a prompt's end came to nothing: what was built of the last
-///                                            views is wrong, and the next `refresh` or `append` builds anew
-///   refresh(place, view, policies, moved)    a prompt has ended, or slots have moved
-///   append(place, view, tokens)              the newest tokens of the view are new
-///   choose(place, view, queries, rule, policies, chosen, workers) -> offset_t
-///                                            fills `chosen`, of as much room as slots, with what the step attends;
-///                                            returns the bytes read beyond what is then attended
-///   complete(place, view, tokens, group, out)   corrects the output of what was attended; most have nothing to add
-///   list_bytes(place, n, count), side_bytes()   bytes that a step reads of candidate lists and of sums, of one head
-///   bytes(place)                             what is allocated
+/// A reader is made with the model_shape. An entry is the number of a (layer, sequence). Views have what a step may
+/// read.
+///   open(entry)                              a sequence is opened, without tokens. `open`, `copy`, `refresh`, `append`
+///                                            and `choose` may run out of memory; the other calls need none
+///   clear(entry)                             the sequence is closed: releases the entry's memory
+///   copy(source, target)                     copies an entry to an open, empty one
+///   forget(entry)                            a step or the end of a prompt has failed: the index of the last views is
+///                                            wrong, and the next `refresh` or `append` builds it anew
+///   refresh(entry, view, policies, moved)    a prompt has ended, or slots have moved
+///   append(entry, view, tokens)              the newest `tokens` of the view are new
+///   choose(entry, view, queries, rule, policies, chosen, workers) -> offset_t
+///                                            fills `chosen`, which has memory for every slot, with the slots that the
+///                                            step attends; returns the bytes read beside the attended tokens
+///   complete(entry, view, tokens, group, out)   corrects the output of the step; few readers do
+///   list_bytes(entry, n, count), side_bytes()   bytes that a step reads of candidates, and of sums, of one head
+///   bytes(entry)                             allocated bytes
 template <class Recipe>
 struct reader_of {
   using type = exact_reader<Recipe>;
 };
 
-/// Says which of the calls that need no view a reader lacks; true.
+/// True; asserts the calls that need no view, and says which one a reader lacks.
 template <class R>
 consteval bool check_reader() {
-  static_assert(requires(R& r, std::size_t at) { r.open(at), r.clear(at), r.forget(at); },
-                "tessera: a reader needs open(place), clear(place) and forget(place)");
   static_assert(
-      requires(R& r, std::size_t at) { r.copy(at, at); },
-      "tessera: a reader needs copy(from, to), by which the cache's fork gives a place what another one knows");
+      requires(R & r, std::size_t entry) { r.open(entry), r.clear(entry), r.forget(entry); },
+      "tessera: a reader needs open(entry), clear(entry) and forget(entry)");
   static_assert(
-      requires(const R& r, std::size_t at, index_t n) { r.list_bytes(at, n, n) + r.side_bytes() + r.bytes(at); },
-      "tessera: a reader needs list_bytes(place, n, count), side_bytes() and bytes(place)");
+      requires(R & r, std::size_t entry) { r.copy(entry, entry); },
+      "tessera: a reader needs copy(source, target), by which fork copies the index of a sequence");
+  static_assert(
+      requires(const R& r, std::size_t entry, index_t n) {
+        r.list_bytes(entry, n, n) + r.side_bytes() + r.bytes(entry);
+      },
+      "tessera: a reader needs list_bytes(entry, n, count), side_bytes() and bytes(entry)");
   return true;
 }
 

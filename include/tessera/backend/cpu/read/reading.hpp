@@ -1,4 +1,4 @@
-// What decode steps read on the CPU: of everything, or of a filter's candidates; all of it, or what a reader chooses.
+// What decode steps read on the CPU: everything stored or a filter's candidates, all of it or a reader's choice of it.
 #pragma once
 
 #include <algorithm>
@@ -40,8 +40,8 @@ requires(!Recipe::retrieve_type::retrieves) struct reader_of<Recipe> {
   using type = whole_reader<Recipe>;
 };
 
-/// Every (layer, sequence) of a cache: candidates where a filter chooses, and what the recipe's reader keeps. A
-/// filter's lists are those of one turn: none while its prompt comes in, everything until the filter first chooses.
+/// The candidates of every (layer, sequence), where a filter chooses, and the recipe's reader. Candidates are those of
+/// one turn: none during its prompt, every slot until the filter first chooses.
 template <class Recipe>
 class reading {
   using retrieve_type = typename Recipe::retrieve_type;
@@ -51,61 +51,61 @@ class reading {
   static_assert(check_reader<reader_type>());
 
  public:
-  /// A filter's lists for a layer of one sequence: one for each kv_head or, where query heads of a group choose apart,
-  /// one such set for each place in the group.
-  using lists = host_vector<candidates>;
+  /// A filter's candidates for a layer of one sequence: one set or, where query heads of a group choose apart, one for
+  /// each member of the group.
+  using candidate_sets = host_vector<candidates>;
 
   explicit reading(const model_shape& shape)
-      : shape_(shape), order_{shape.layers}, reader_(shape), passed_(shape.layers) {}
+      : shape_(shape), order_{shape.layers}, reader_(shape), candidates_(shape.layers) {}
 
-  /// Makes an empty place of every layer.
+  /// Opens a sequence: every layer has no candidates, and an empty index.
   void open(index_t id) {
-    if constexpr (filters) passed_.open(id);
+    if constexpr (filters) candidates_.open(id);
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       reader_.open(order_.index({layer, id}));
       if constexpr (filters) {
         selection none;
         none.reset(host_vector<index_t>(std::size_t(shape_.kv_heads), 0));
-        passed_[sequence_layer{layer, id}] = lists(1);
-        passed_[sequence_layer{layer, id}][0].assign(none);
+        candidates_[sequence_layer{layer, id}] = candidate_sets(1);
+        candidates_[sequence_layer{layer, id}][0].assign(none);
       }
     }
   }
-  /// Gives the memory of an open id's places back. Needs none.
+  /// Releases the memory of an open sequence. Needs none.
   void close(index_t id) {
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       reader_.clear(order_.index({layer, id}));
       if constexpr (filters) {
-        for (candidates& list : passed_[sequence_layer{layer, id}]) list.clear();
+        for (candidates& list : candidates_[sequence_layer{layer, id}]) list.clear();
       }
     }
   }
 
-  /// An open, empty id's places get what those of another one read. The caller closes it where this throws.
-  void copy(index_t from, index_t to) {
+  /// Copies the candidates and indexes of a sequence to an open, empty one, which the caller closes where this throws.
+  void copy(index_t source, index_t target) {
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      reader_.copy(order_.index({layer, from}), order_.index({layer, to}));
-      if constexpr (filters) passed_[sequence_layer{layer, to}] = passed_[sequence_layer{layer, from}];
+      reader_.copy(order_.index({layer, source}), order_.index({layer, target}));
+      if constexpr (filters) candidates_[sequence_layer{layer, target}] = candidates_[sequence_layer{layer, source}];
     }
   }
 
-  /// The sets of lists of a place: each is read by the query heads that have its place in their group, or by all.
-  index_t members(sequence_layer owner) const { return filters ? index_t(passed_[owner].size()) : 1; }
-  /// What steps may read: the candidates, or everything. Valid until either changes.
+  /// How many sets of candidates a layer has: 1, or one for each member of a group.
+  index_t members(sequence_layer owner) const { return filters ? index_t(candidates_[owner].size()) : 1; }
+  /// A view of what steps may read: the candidates, or everything. Valid until either changes.
   auto view(sequence_layer owner, store_type& stored, index_t member = 0) const {
     if constexpr (filters) {
-      return passed_[owner][std::size_t(member)].view(stored.view(owner));
+      return candidates_[owner][std::size_t(member)].view(stored.view(owner));
     } else {
       return stored.view(owner);
     }
   }
-  /// Logical positions of what steps may read of one head, by any list.
+  /// Logical positions that steps may read of one head, by any set of candidates.
   host_vector<index_t> positions(sequence_layer owner, index_t head, const store_type& stored) const {
     host_vector<index_t> result;
-    if (!filters || passed_[owner].empty()) {
+    if (!filters || candidates_[owner].empty()) {
       for (index_t slot = 0; slot < stored.lengths(owner)[std::size_t(head)]; ++slot) result.push_back(slot);
     } else {
-      for (const candidates& list : passed_[owner]) {
+      for (const candidates& list : candidates_[owner]) {
         result.insert(result.end(), list.row(head), list.row(head) + list.count(head));
       }
       std::sort(result.begin(), result.end());
@@ -115,18 +115,17 @@ class reading {
     return result;
   }
 
-  /// What a place will store when all but the chosen slots have been dropped. Valid until the next choice.
+  /// A view of the chosen slots alone, as the layer will store them. Valid until the next choice.
   auto view_of(sequence_layer owner, store_type& stored, const selection& chosen) {
     const auto all = stored.view(owner);
-    (*kept_).assign(chosen, all);
-    return (*kept_).view(all);
+    (*retained_).assign(chosen, all);
+    return (*retained_).view(all);
   }
 
-  /// Plans what steps read once a first stage's choice is carried out; until then nobody sees a difference, and
-  /// `abandon` forgets it. `chosen` null: it has not chosen, and a filter lets everything through. `next`: the lists to
-  /// pass.
+  /// Plans what steps read once a first stage's choice is committed. Nothing visible changes, and `abandon` forgets the
+  /// plan. `chosen` null: there is no choice, and every slot is a candidate. `next`: for `set_candidates`.
   void plan(sequence_layer owner, store_type& stored, const planned<Recipe>& policies,
-              const host_vector<selection>* chosen, [[maybe_unused]] lists& next) {
+            const host_vector<selection>* chosen, [[maybe_unused]] candidate_sets& next) {
     [[maybe_unused]] const std::size_t index = order_.index(owner);
     if constexpr (filters) {
       next.resize(chosen ? chosen->size()
@@ -134,44 +133,42 @@ class reading {
       for (std::size_t m = 0; m < next.size(); ++m) {
         chosen ? next[m].assign((*chosen)[m]) : next[m].assign_all(stored.lengths(owner));
       }
-      const candidates& passed = next[0];
-      reader_.refresh(index, shown(owner, stored, passed.view(stored.view(owner)), &passed), policies, true);
+      const candidates& first = next[0];
+      reader_.refresh(index, shown(owner, stored, first.view(stored.view(owner)), &first), policies, true);
     } else if constexpr (retrieve_type::retrieves) {
       const bool moves = chosen && chosen->front().counts != stored.lengths(owner);
       if (moves) {
         const auto left = view_of(owner, stored, chosen->front());
-        return reader_.refresh(index, shown(owner, stored, left, &kept_.memory), policies, true);
+        return reader_.refresh(index, shown(owner, stored, left, &retained_.memory), policies, true);
       }
       reader_.refresh(index, shown(owner, stored, view(owner, stored), nullptr), policies, false);
     }
   }
-  /// From now on steps read what a filter lets through since `plan`. Needs no memory.
-  void pass(sequence_layer owner, lists& next) { passed_[owner].swap(next); }
-  /// A turn's prompt has begun: a filter's lists are those of the turn before, and go. Needs no memory.
-  void end_lists([[maybe_unused]] sequence_layer owner) {
-    if constexpr (filters) passed_[owner].clear();
+  /// Makes the sets of `plan` the candidates of steps. Needs no memory.
+  void set_candidates(sequence_layer owner, candidate_sets& next) { candidates_[owner].swap(next); }
+  /// A turn's prompt has begun: removes the candidates of the previous turn. Needs no memory.
+  void end_candidates([[maybe_unused]] sequence_layer owner) {
+    if constexpr (filters) candidates_[owner].clear();
   }
-  /// After a step, or a prompt's end, that came to nothing: candidates that the store does not hold go. Needs no
-  /// memory.
+  /// A step, or the end of a prompt, has failed: removes candidates that the store does not have. Needs no memory.
   void abandon(sequence_layer owner, const store_type& stored) {
     reader_.forget(order_.index(owner));
     if constexpr (filters) {
-      for (candidates& list : passed_[owner]) list.abandon(stored.lengths(owner));
+      for (candidates& list : candidates_[owner]) list.abandon(stored.lengths(owner));
     }
   }
 
-  /// Takes in the newest `tokens` tokens of the store.
+  /// Adds the newest `tokens` tokens of the store.
   void append(sequence_layer owner, store_type& stored, index_t tokens) {
     if constexpr (filters) {
-      for (candidates& list : passed_[owner]) list.append(stored.lengths(owner), tokens);
+      for (candidates& list : candidates_[owner]) list.append(stored.lengths(owner), tokens);
     }
     const candidates* list = nullptr;
-    if constexpr (filters) list = &passed_[owner].front();
+    if constexpr (filters) list = &candidates_[owner].front();
     reader_.append(order_.index(owner), shown(owner, stored, view(owner, stored), list), tokens);
   }
 
-  /// What a step attends, as slots of `view`: null for all of it. `bytes` becomes what is read beside the tokens
-  /// attended.
+  /// The slots of `all` that a step attends; null: all of them. `bytes` gets the bytes read beside the attended tokens.
   template <class View, class Q>
   const selection_view* choose(sequence_layer owner, const View& all, const query_rows<Q>& queries,
                                const logit_rule& rule, const planned<Recipe>& policies, offset_t& bytes,
@@ -193,24 +190,24 @@ class reading {
     return read;
   }
 
-  /// Corrects the output of what `choose` chose last.
+  /// Corrects the output of a step that attended the last choice.
   template <class View>
   void complete(sequence_layer owner, const View& all, index_t tokens, const rows_view<float>& out) {
     reader_.complete(order_.index(owner), all, tokens, shape_.q_heads / shape_.kv_heads, out);
   }
 
-  /// Bytes that are allocated for lists, index and sums.
+  /// Bytes allocated for candidates, index and sums.
   offset_t bytes(sequence_layer owner) const {
     offset_t bytes = reader_.bytes(order_.index(owner));
     if constexpr (filters) {
-      for (const candidates& list : passed_[owner]) bytes += list.bytes();
+      for (const candidates& list : candidates_[owner]) bytes += list.bytes();
     }
     return bytes;
   }
 
  private:
-  /// What a reader gets to see: of a recipe whose steps see segments, with those of the view's slots. `list`: which of
-  /// the stored slots they are; null: all.
+  /// The view that a reader gets: with segments of its slots, if the recipe's steps need them. `list`: which of the
+  /// stored slots the view has; null: all.
   template <class View>
   auto shown([[maybe_unused]] sequence_layer owner, [[maybe_unused]] store_type& stored, const View& view,
              [[maybe_unused]] const candidates* list) const {
@@ -222,7 +219,7 @@ class reading {
     }
   }
 
-  /// Bytes of lists and sums that a step reads of one head, which has n slots and attends `count`.
+  /// Bytes of candidates and sums that a step reads of a head that has n slots and attends `count`.
   offset_t side_bytes(sequence_layer owner, index_t n, index_t count) const {
     return (filters ? reader_.list_bytes(order_.index(owner), n, count) : 0) + reader_.side_bytes();
   }
@@ -230,8 +227,8 @@ class reading {
   model_shape shape_;
   sequence_major order_;
   reader_type reader_;
-  sequence_table<lists> passed_;  // of a filter
-  scratch<candidates> kept_;
+  sequence_table<candidate_sets> candidates_;  // of a filter
+  scratch<candidates> retained_;
   scratch<selection> chosen_;
   selection_view chosen_view_;
 };

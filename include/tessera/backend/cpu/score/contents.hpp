@@ -1,4 +1,4 @@
-// Scores by what is stored: one pass over keys or values, one more where rows are compared with their mean.
+// Scores of contents: one pass over keys or values, and a second one where rows are compared with their mean.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace cpu {
 
 namespace detail {
 
-/// What one row's channels add up to, in 16 lanes side by side so that the loop vectorises. anchor [dim], or null.
+/// A row's sums over channels, in 16 lanes side by side so that the loop vectorises. anchor [dim], or null.
 template <contents_scorer Scorer>
 void measure_row(const Scorer& scorer, const float* row, const float* anchor, int dim, float* sums) {
   constexpr int lanes = 16, measures = Scorer::measures;
@@ -35,9 +35,8 @@ void measure_row(const Scorer& scorer, const float* row, const float* anchor, in
 }  // namespace detail
 
 /// The scores of all slots of one (sequence, kv_head), in slot order.
-/// The mean of rows leaves out those that are not finite, so that none of them poisons another token's score.
-/// Shapes   out [length].   Cost  one read of what the scorer reads, two for an anchored scorer; sums of rows in
-///          double.
+/// The mean leaves out rows that are not finite, so that none of them spoils another token's score.
+/// Shapes   out [length].   Cost  one read of the scorer's rows, two for an anchored scorer; sums of rows in double.
 template <class View, contents_scorer Scorer>
 void score_contents(const View& view, index_t sequence, index_t head, const Scorer& scorer, float* out) {
   constexpr bool keys = stored_rows(Scorer::reads) == stored_rows::keys;
@@ -73,7 +72,7 @@ void score_contents(const View& view, index_t sequence, index_t head, const Scor
   }
 }
 
-/// The same of values that an output projection has passed: the mean over the group's query heads.
+/// The same of projected values: the mean over the group's query heads.
 /// Shapes   projection [group, v_dim, hidden]; row [hidden]; out [length].   Cost  v_dim * hidden * group products a
 ///          token.
 template <class View, contents_scorer Scorer>
@@ -97,9 +96,9 @@ void score_projected(const View& view, index_t sequence, index_t head, const Sco
   }
 }
 
-/// The scores of all slots of one (sequence, kv_head) beside the tokens behind them; see lagged_scorer. What is not
-/// finite in the next partition says nothing; a row that has no finite spread of its own ranks last and takes no
-/// other's rank.
+/// The scores of all slots of one (sequence, kv_head), relative to the tokens behind them; see lagged_scorer. Values of
+/// the next partition that are not finite are left out. A row without a finite spread ranks last and changes no other
+/// rank.
 /// Shapes   out [length]; scratch [2 * lag].   Cost  two reads of K and of V.
 template <class View, lagged_scorer Scorer>
 void score_lagged(const View& view, index_t sequence, index_t head, const Scorer& scorer, float* out, float* scratch) {

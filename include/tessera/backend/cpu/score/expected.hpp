@@ -1,4 +1,4 @@
-// Scores by what future queries will be like, on the CPU: mean and variance of each key's logits.
+// Scores by expected future queries, on the CPU: mean and variance of each key's logits.
 #pragma once
 
 #include <algorithm>
@@ -48,7 +48,7 @@ void rotate(const double* cosines, const double* sines, double* x, int stride) {
   }
 }
 
-/// Mean and covariance of a query head's queries, rotated; zeros where no query was seen.
+/// Mean and covariance of a query head's queries, rotated; zeros without queries.
 template <int D>
 void rotated_moments(const query_statistics& seen, index_t q_head, const double* cosines, const double* sines,
                      expected_workspace& workspace) {

@@ -1,4 +1,4 @@
-// Sums over a prompt's queries on the CPU, chunk by chunk: what mean and covariance are made of.
+// Sums over a prompt's queries on the CPU, chunk by chunk, for their mean and covariance.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace cpu {
 template <int D>
 class query_sums {
  public:
-  /// Takes the memory of so many heads, once; nothing has been added then.
+  /// Allocates the sums of `heads` heads, zeros, if they are not there.
   void prepare(index_t heads) {
     if (!counts_.empty()) return;
     host_vector<double> sums(std::size_t(heads) * D, 0.0), products(std::size_t(heads) * D * D, 0.0);
@@ -26,8 +26,8 @@ class query_sums {
   }
   void clear() { *this = {}; }
 
-  /// Adds the queries of positions `first`, `first` + 1, ... that are at `least` or behind it. One that is not finite
-  /// says nothing. Element d of a query turns with element d + D / 2, by position * frequencies[d].
+  /// Adds the queries of positions `first`, `first` + 1, ... from position `least` on. Queries that are not finite are
+  /// left out. Element d of a query turns with element d + D / 2, by position * frequencies[d].
   /// Shapes   q [tokens, heads, D] of one sequence, frequencies [D / 2]. Needs no memory.
   template <class E>
   void add(const rows_view<E>& q, index_t first, index_t least, const float* frequencies, executor& workers) {

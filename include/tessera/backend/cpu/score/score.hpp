@@ -1,4 +1,4 @@
-// Scoring on the CPU: what a set of query rows makes of every stored key, without an attention matrix.
+// Scoring on the CPU: the weights of query rows for every stored key, without an attention matrix.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Slots of one work item when scoring.
+/// Slots of one work item of scoring.
 inline constexpr index_t score_split = 512;
 
 /// Memory of the scoring loops, one per worker, and of the rows' log-sum-exps.
@@ -26,11 +26,11 @@ struct score_workspace {
   host_vector<std::unique_ptr<worker_memory>> workers;
   host_vector<float> lse;
 
-  /// All that scoring allocates, before anything is written.
+  /// Allocates all memory of scoring, before anything is written.
   void prepare(int threads) {
     while (workers.size() < std::size_t(threads)) workers.push_back(std::make_unique<worker_memory>());
   }
-  worker_memory& of(int worker) { return *workers[std::size_t(worker)]; }
+  worker_memory& memory(int worker) { return *workers[std::size_t(worker)]; }
 };
 
 namespace detail {
@@ -65,7 +65,7 @@ void row_log_sum_exp(const View& view, const query_rows<Q>& queries, const logit
   const index_t blocks = ceil_div(rows, tile_rows);
   workspace.prepare(workers.threads());
   workers.for_each(view.sequences * view.kv_heads * blocks, [&](index_t item, int worker) {
-    auto& memory = workspace.of(worker);
+    auto& memory = workspace.memory(worker);
     const index_t block = blocks - 1 - item % blocks, head = item / blocks % view.kv_heads;
     const index_t sequence = item / blocks / view.kv_heads;
     const index_t first = block * tile_rows, end = queries.tokens_of(sequence) * group;
@@ -91,7 +91,7 @@ void row_log_sum_exp(const View& view, const query_rows<Q>& queries, const logit
     }
     float* out = lse + (offset_t(sequence) * view.kv_heads + head) * rows + first;
     for (int r = 0; r < count; ++r) {
-      // A row of nothing but NaN stays empty: it must say nothing, with a sink or without.
+      // A row of only NaN stays empty: it must add nothing, with a sink or without.
       if (rule.sink_logits && !states[r].empty())
         states[r].merge({rule.sink_logits[head * group + (first + r) % group], 1.0f});
       out[r] = states[r].log_sum_exp();
@@ -99,8 +99,8 @@ void row_log_sum_exp(const View& view, const query_rows<Q>& queries, const logit
   });
 }
 
-/// Adds to every token's score what the query rows make of it: the sum over rows of scorer.weigh(logit, lse), the
-/// largest of them, or, in place of what was there, the sum over the newest token's rows.
+/// Joins weights of query rows to every token's score: adds the sum over rows of scorer.weigh(logit, lse), or takes the
+/// largest of them, or replaces the score by the sum over the newest token's rows.
 ///
 /// Shapes   scores: head h of sequence b begins at scores + offsets[b * kv_heads + h]; lse as row_log_sum_exp gives it.
 /// Rows are added one at a time in order, so feeding them in chunks gives the same bits as all at once.
@@ -117,7 +117,7 @@ void accumulate_scores(const View& view, const query_rows<Q>& queries, const log
   const index_t splits = ceil_div(longest, score_split);
   workspace.prepare(workers.threads());
   workers.for_each(view.sequences * view.kv_heads * splits, [&](index_t item, int worker) {
-    auto& memory = workspace.of(worker);
+    auto& memory = workspace.memory(worker);
     const index_t split = item % splits, head = item / splits % view.kv_heads;
     const index_t sequence = item / splits / view.kv_heads, row = sequence * view.kv_heads + head;
     const index_t end = (std::min)(view.length(sequence, head), (split + 1) * score_split);
@@ -144,7 +144,7 @@ void accumulate_scores(const View& view, const query_rows<Q>& queries, const log
           for (int t = 0; t < tile_tokens; ++t) logits[t] = scorer.weigh(logits[t], row_lse);
           for (int t = 0; t < width; ++t) {
             if constexpr (joins_rows_by<Scorer> == row_join::maximum) {
-              // NaN stays, whatever comes behind it: it ranks its token last.
+              // NaN stays, whatever follows: it ranks its token last.
               out[t] = logits[t] <= out[t] || out[t] != out[t] ? out[t] : logits[t];
             } else {
               out[t] += logits[t];
@@ -156,9 +156,9 @@ void accumulate_scores(const View& view, const query_rows<Q>& queries, const log
   });
 }
 
-/// Both passes: adds the scores of `queries` to `scores`, which are as before when memory runs out. `given`: the rows'
-/// log-sum-exp [sequences, tokens, q_heads] where the engine has it, which saves the first pass; a row's that is NaN or
-/// +infinity is computed here.
+/// Both passes: adds the scores of `queries` to `scores`, which do not change when memory runs out. `given`: the rows'
+/// log-sum-exps [sequences, tokens, q_heads] of the engine, which save the first pass; NaN and +infinity are computed
+/// here.
 template <class View, class Q, attentive_scorer Scorer>
 void score_rows(const View& view, const query_rows<Q>& queries, const logit_rule& rule, const Scorer& scorer,
                 float* scores, const offset_t* offsets, score_workspace<View::k_dim>& workspace, executor& workers,

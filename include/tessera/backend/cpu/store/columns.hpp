@@ -1,4 +1,4 @@
-// Numbers that go with stored tokens: logical positions, and what a recipe asks for: accumulated scores, segments.
+// Columns of numbers beside stored tokens: logical positions, accumulated scores, segments.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// The columns that a recipe asks for.
+/// The columns that a recipe needs.
 struct column_set {
   bool scores = false;     ///< of scorers that accumulate
   bool segments = false;   ///< which segment of the text a token belongs to
@@ -20,8 +20,8 @@ struct column_set {
   bool any() const { return scores || segments; }
 };
 
-/// One column a number by kv_head and slot, of one layer of one sequence. Heads lie one after another; lengths are the
-/// caller's. Positions are held only once something was dropped: until then slot and position coincide.
+/// Columns by kv_head and slot, of one layer of one sequence. Heads lie one behind the other; the caller has the
+/// lengths. Positions are stored only once a token was dropped: until then slot and position coincide.
 class columns {
  public:
   columns(index_t kv_heads, const column_set& with)
@@ -38,10 +38,10 @@ class columns {
     return !scattered_ ? slot : positions_[std::size_t(begins_[std::size_t(head)] + slot)];
   }
 
-  /// `tokens` more behind `lengths`, at positions `first_position`, ...; their scores are 0.
+  /// Appends `tokens` entries behind `lengths`, at positions `first_position`, ...; their scores are 0.
   void append(const host_vector<index_t>& lengths, index_t tokens, index_t first_position,
               const segment_marks& marks = {}) {
-    if (!with_.any() && !scattered_) return;  // no column is held
+    if (!with_.any() && !scattered_) return;  // there is no column
     bool room = true;
     for (std::size_t h = 0; h < lengths.size(); ++h) room &= lengths[h] + tokens <= capacities_[h];
     if (!room) {
@@ -51,18 +51,18 @@ class columns {
     }
     for (std::size_t h = 0; h < lengths.size(); ++h) {
       const std::size_t at = std::size_t(begins_[h] + lengths[h]);
-      segment_cursor text = marks.before;
+      segment_cursor text = marks.start;
       for (index_t t = 0; t < tokens; ++t) {
         if (scattered_) positions_[at + std::size_t(t)] = first_position + t;
         if (with_.scores) scores_[at + std::size_t(t)] = 0;
         if (with_.segments) {
-          segments_[at + std::size_t(t)] = text.take(marks.boundaries && marks.boundaries[t] != 0);
+          segments_[at + std::size_t(t)] = text.advance(marks.boundaries && marks.boundaries[t] != 0);
         }
       }
     }
   }
 
-  /// Takes the memory that `keep` needs, so that `keep` cannot fail.
+  /// Allocates the memory of `keep`, which then cannot fail.
   void plan_keep(const host_vector<index_t>& lengths) {
     if (scattered_) return;
     offset_t held = 0;
@@ -70,7 +70,7 @@ class columns {
     positions_.reserve(std::size_t((std::max)(held, total())));
   }
 
-  /// The chosen slots alone stay; everything is as before when memory runs out.
+  /// Drops all but the chosen slots. Nothing changes when memory runs out.
   void keep(const host_vector<index_t>& lengths, const selection& chosen) {
     plan_keep(lengths);
     if (!scattered_) {
@@ -92,7 +92,7 @@ class columns {
     for (std::size_t h = 0; h < lengths.size(); ++h) move_row(h, &chosen, chosen.counts[h], begins_[h], *this);
   }
 
-  /// Forgets everything and gives the memory back.
+  /// Removes everything and releases the memory.
   void clear() {
     scattered_ = false;
     std::fill(begins_.begin(), begins_.end(), 0);
@@ -110,7 +110,7 @@ class columns {
  private:
   offset_t total() const { return begins_.empty() ? 0 : begins_.back() + capacities_.back(); }
 
-  /// Rows of such capacities, one after another.
+  /// Lays out rows of these capacities, one behind the other.
   void reserve(const host_vector<index_t>& capacities) {
     offset_t at = 0;
     for (std::size_t h = 0; h < capacities.size(); ++h) {

@@ -11,39 +11,40 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Finds the pages that no head of a table row needs any more: what cuda::free_pages does. Pages go from the end of a
-/// row; its table itself is left as it is, for the engine says who owns a page.
+/// Finds the pages at the end of heads table row that no head of the row needs any more, as cuda::free_pages does. The
+/// table does not change: pages are the engine's.
 /// Shapes   as free_pages_problem says.
-/// Errors   a shape that makes no sense; a row that holds fewer pages than its tokens take, or more than a table has
-///          entries; an entry that is no page of the pool: tessera::error, before anything is written.
+/// Errors   impossible shapes; a row with fewer pages than its tokens need, or more than its table has entries; an
+///          entry that is no page of the pool: tessera::error, before anything is written.
 template <class View>
 void free_pages(const free_pages_problem<View>& p) {
   const auto& table = p.view.table;
   require(table.page >= 1, "slots of a page", table.page, "at least 1", "pass the page size of the pool");
   require(p.layers >= 1, "layers", p.layers, "at least 1", "pass how many layers share the tables");
-  require(p.room >= 0, "room", p.room, "at least 0", "pass for how many more tokens pages are kept");
+  require(p.spare_tokens >= 0, "spare_tokens", p.spare_tokens, "at least 0",
+          "pass for how many more tokens pages are kept");
   if (p.view.sequences <= 0) return;
   require_tables(p.view);
-  require(p.held && p.freed && p.freed_count, "memory of held, freed and freed_count", "null", "memory behind each",
-          "pass the pages that rows hold, and room for what comes out");
+  require(p.page_counts && p.freed && p.freed_count, "memory of page_counts, freed and freed_count", "null",
+          "memory behind heads", "pass the pages that rows hold, and room for what comes out");
   const index_t tables = table.tables(p.view.kv_heads), rows = p.view.sequences * tables;
-  const index_t each = p.view.kv_heads / tables;  // heads of a row
+  const index_t heads = p.view.kv_heads / tables;  // of a row
   const auto longest = [&](index_t row) {
     index_t most = 0;
-    for (index_t i = 0; i < p.layers * each; ++i) {
-      most = (std::max)(most, p.length(i / each, row / tables, row % tables * each + i % each));
+    for (index_t i = 0; i < p.layers * heads; ++i) {
+      most = (std::max)(most, p.length(i / heads, row / tables, row % tables * heads + i % heads));
     }
     return most;
   };
-  const auto pages_of = [&](index_t row) { return table.pages(row / tables, row % tables * each); };
+  const auto pages_of = [&](index_t row) { return table.pages(row / tables, row % tables * heads); };
   for (index_t row = 0; row < rows; ++row) {
-    const index_t held = p.held[row], least = ceil_div(longest(row), table.page);
+    const index_t held = p.page_counts[row], least = ceil_div(longest(row), table.page);
     const offset_t most =
         p.pool.max_blocks > 0 ? (std::min<offset_t>)(p.pool.max_blocks, p.freed_stride) : p.freed_stride;
     if (held < least || held > most) {
       fail("pages that row " + std::to_string(row) + " of the tables holds", held,
            std::to_string(least) + " to " + std::to_string(most),
-           "pass how many pages each row held before the eviction");
+           "pass how many pages heads row held before the eviction");
     }
     for (index_t i = 0; p.pool.pages > 0 && i < held; ++i) {
       const index_t id = pages_of(row)[i];
@@ -53,10 +54,10 @@ void free_pages(const free_pages_problem<View>& p) {
     }
   }
   for (index_t row = 0; row < rows; ++row) {
-    const index_t held = p.held[row], stay = (std::min)(held, p.pages_for(longest(row)));
+    const index_t held = p.page_counts[row], stay = (std::min)(held, p.pages_for(longest(row)));
     std::copy(pages_of(row) + stay, pages_of(row) + held, p.freed + row * p.freed_stride);
     p.freed_count[row] = held - stay;
-    p.held[row] = stay;
+    p.page_counts[row] = stay;
   }
 }
 

@@ -1,5 +1,4 @@
-// The store of a cache on the CPU: K, V and columns of every layer and sequence, for those who have no memory of their
-// own.
+// The store of a cache on the CPU: K, V and columns of every layer and sequence, in its own memory.
 #pragma once
 
 #include <algorithm>
@@ -15,24 +14,24 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Chooses the newest `window` slots of every head (0: all) and the `fresh` ones behind them, once that frees more than
-/// there is spare room. Returns whether it does.
-inline bool choose_newest_slots(const host_vector<index_t>& lengths, index_t window, index_t fresh, selection& chosen) {
+/// Chooses the newest `window` slots of every head (0: all) and the `added` ones behind them, once that frees more than
+/// the spare rows. Returns whether it does.
+inline bool choose_newest_slots(const host_vector<index_t>& lengths, index_t window, index_t added, selection& chosen) {
   const index_t longest = *std::max_element(lengths.begin(), lengths.end());
-  if (window == 0 || longest - fresh <= longest_slid(window)) return false;
+  if (window == 0 || longest - added <= longest_slid(window)) return false;
   chosen.reset(lengths);
   for (std::size_t h = 0; h < lengths.size(); ++h) {
-    const index_t count = (std::min)(lengths[h], window + fresh);
+    const index_t count = (std::min)(lengths[h], window + added);
     for (index_t i = 0; i < count; ++i) chosen.row(index_t(h))[i] = lengths[h] - count + i;
     chosen.counts[h] = count;
   }
   return true;
 }
 
-/// Tokens of every (layer, sequence), heads of uneven length, slots in position order. The layout says what a token
-/// takes and where its rows lie; positions and what a recipe asks for are columns beside them. Rows stay as they are
-/// appended: a layout whose rows change later has a store of its own (packed/packed_store.hpp), of which
-/// `observe_prompt`, `plan_packing` and `commit_packing` ask something.
+/// Tokens of every (layer, sequence): heads of uneven length, slots in position order. The layout defines the encoding
+/// and the placement of rows. Positions, and numbers that a recipe needs, are columns beside them. Rows stay as they
+/// are appended. A layout whose rows change later has a store of its own (packed/packed_store.hpp), and only there
+/// `observe_prompt`, `plan_packing` and `commit_packing` have work to do.
 template <class Layout>
 class kv_store {
   static_assert(
@@ -57,7 +56,7 @@ class kv_store {
   index_t position(sequence_layer owner, index_t head, index_t slot) const {
     return stored_[owner].beside.position(head, slot);
   }
-  /// Of all slots of a head, ascending.
+  /// The positions of all slots of a head, ascending.
   host_vector<index_t> positions(sequence_layer owner, index_t head) const {
     host_vector<index_t> result;
     for (index_t i = 0; i < lengths(owner)[std::size_t(head)]; ++i) result.push_back(position(owner, head, i));
@@ -66,13 +65,13 @@ class kv_store {
   /// Columns that lie beside the tokens: head h from begins()[h] on.
   columns& beside(sequence_layer owner) { return stored_[owner].beside; }
 
-  /// Makes an empty place of every layer.
+  /// Opens a sequence without tokens.
   void open(index_t id) {
     stored_.open(id, stored_tokens(heads_, with_));
     for (index_t layer = 0; layer < order_.layers; ++layer) rows_.open(order_.index({layer, id}));
     clear(id);
   }
-  /// Empties the places of an id that was open. Needs no memory.
+  /// Empties an open sequence and releases its memory. Needs none.
   void clear(index_t id) {
     for (index_t layer = 0; layer < order_.layers; ++layer) {
       rows_.clear(order_.index({layer, id}));
@@ -82,7 +81,7 @@ class kv_store {
     }
   }
 
-  /// The places of an empty id get what those of another one hold. The caller clears them where it throws.
+  /// Copies a sequence to an empty one, which the caller clears where this throws.
   void copy(index_t from, index_t to) {
     for (index_t layer = 0; layer < order_.layers; ++layer) {
       rows_.copy(order_.index({layer, from}), order_.index({layer, to}));
@@ -90,7 +89,7 @@ class kv_store {
     }
   }
 
-  /// All heads of a place as one sequence. Valid until any place changes.
+  /// The rows of a layer of a sequence. Valid until any layer of any sequence changes.
   view_type view(sequence_layer owner) {
     stored_tokens& stored = stored_[owner];
     view_type view = rows_.view(order_.index(owner), stored.lengths);
@@ -100,13 +99,12 @@ class kv_store {
     return view;
   }
 
-  /// Every head of a sequence will get `tokens` more, 0: none for now; throws where a pool has no room for them.
+  /// Reserves memory for `tokens` more in every head of a sequence, 0: none. Throws where a pool has no more.
   void expect(index_t id, index_t tokens) { rows_.expect(id, tokens); }
   rows_type& rows() { return rows_; }
   const rows_type& rows() const { return rows_; }
 
-  /// Appends tokens at positions `first_position`, `first_position` + 1, ...; the place is as before when memory runs
-  /// out.
+  /// Appends tokens at positions `first_position`, `first_position` + 1, ... Nothing changes when memory runs out.
   template <class E>
   void append(sequence_layer owner, const rows_view<const E>& k, const rows_view<const E>& v, index_t first_position,
               const segment_marks& marks = {}) {
@@ -117,7 +115,7 @@ class kv_store {
     for (index_t& length : stored.lengths) length += k.tokens;
   }
 
-  /// Takes back what was appended at `first_position` and after it. Needs no memory.
+  /// Removes tokens from position `first_position` on. Needs no memory.
   void abandon(sequence_layer owner, index_t first_position) {
     stored_tokens& stored = stored_[owner];
     for (index_t h = 0; h < heads_; ++h) {
@@ -126,11 +124,11 @@ class kv_store {
     }
   }
 
-  /// Takes the memory that the next `keep` needs: that one then cannot fail.
+  /// Allocates the memory of the next `keep`, which then cannot fail.
   void plan_keep(sequence_layer owner) { stored_[owner].beside.plan_keep(stored_[owner].lengths); }
 
-  /// Keeps the chosen slots of every head and drops the rest; the place is as before when memory runs out. Returns
-  /// whether anything was dropped.
+  /// Keeps the chosen slots of every head and drops the rest. Nothing changes when memory runs out. Returns whether
+  /// anything was dropped.
   bool keep(sequence_layer owner, const selection& chosen, executor& workers) {
     stored_tokens& stored = stored_[owner];
     if (chosen.counts == stored.lengths) return false;
@@ -141,8 +139,8 @@ class kv_store {
   }
 
   /// As `choose_newest_slots`.
-  bool choose_newest(sequence_layer owner, index_t window, index_t fresh, selection& chosen) const {
-    return choose_newest_slots(stored_[owner].lengths, window, fresh, chosen);
+  bool choose_newest(sequence_layer owner, index_t window, index_t added, selection& chosen) const {
+    return choose_newest_slots(stored_[owner].lengths, window, added, chosen);
   }
 
   template <class E>
@@ -161,7 +159,7 @@ class kv_store {
     return 0;
   }
 
-  /// Bytes that are allocated for one place: rows and columns.
+  /// Bytes allocated for the rows and columns of a layer of a sequence.
   offset_t bytes(sequence_layer owner) const {
     return rows_.bytes(order_.index(owner)) + stored_[owner].beside.bytes();
   }

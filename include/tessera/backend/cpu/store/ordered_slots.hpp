@@ -1,4 +1,4 @@
-// The slots of an engine's view in the order of their positions, where they stand in another one, as in a ring.
+// The slots of an engine's view sorted by position, for views that are not in that order, such as rings.
 #pragma once
 
 #include <algorithm>
@@ -15,15 +15,13 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Lists of slots whose positions ascend, for every (sequence, kv_head) of a view. Through them every operation reads
-/// rows that stand in any order; what it chooses are places in these lists. A column beside the rows goes through them
-/// too: `in_order`.
-/// Cost     a sort of every row's slots, and 8 bytes a slot; of K and V nothing is copied.
+/// For every (sequence, kv_head) of a view the list of its slots by ascending position. Through it operations read rows
+/// that are stored in any order; they choose indexes of the list. `in_order` reorders a column beside the rows.
+/// Cost     a sort of every row's slots, and 8 bytes a slot; K and V are not copied.
 class ordered_slots {
  public:
-  /// Lists the slots of a view anew.
-  /// Errors   no positions, negative lengths, two slots of one position: tessera::error, and the lists are as they
-  ///          were.
+  /// Lists the slots of a view, in place of an earlier one.
+  /// Errors   no positions, negative lengths, two slots of one position: tessera::error, and the lists are unchanged.
   template <class View>
   void list(const View& view) {
     require(view.positions != nullptr, "positions of the view", "null", "one for every slot",
@@ -35,7 +33,7 @@ class ordered_slots {
     *this = std::move(made);
   }
 
-  /// The view that was listed, in order. Valid until it is listed anew.
+  /// The listed view in order of position. Valid until the next listing.
   template <class E, int D, class Table, int Dv>
   kv_view<E, D, filtered<Table>, Dv> view(const kv_view<E, D, Table, Dv>& listed) const {
     kv_view<E, D, filtered<Table>, Dv> result;
@@ -55,7 +53,8 @@ class ordered_slots {
     return result;
   }
 
-  /// A column beside the rows (scores, segments) as the view has them: pass {result.data(), 0, 0, begins()} with it.
+  /// A column beside the rows (scores, segments) in the order of the view: pass {result.data(), 0, 0, begins()} with
+  /// it.
   template <class T>
   host_vector<std::remove_const_t<T>> in_order(const slot_column<T>& column) const {
     host_vector<std::remove_const_t<T>> result;
@@ -67,8 +66,8 @@ class ordered_slots {
   }
   const offset_t* begins() const { return begins_.data(); }
 
-  /// The engine's slot at a place of a row's list, row = sequence * kv_heads + head.
-  index_t slot(offset_t row, index_t place) const { return slots_[std::size_t(begins_[std::size_t(row)] + place)]; }
+  /// The engine's slot of the i-th entry of a row's list, row = sequence * kv_heads + head.
+  index_t slot(offset_t row, index_t i) const { return slots_[std::size_t(begins_[std::size_t(row)] + i)]; }
 
  private:
   template <class View>

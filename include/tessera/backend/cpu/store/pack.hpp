@@ -14,11 +14,10 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Writes new tokens behind the stored ones of every (sequence, kv_head), encoding them as the view stores rows, fills
-/// the columns and advances the lengths: what cuda::append does.
-/// Errors   memory that is missing, scales that rows share, shapes that differ, more new tokens than `k` has, slots
-///          that the tables do not reach, positions that do not go on behind the stored ones: tessera::error, before
-///          anything is written.
+/// Writes new tokens behind the stored ones of every (sequence, kv_head), in the view's encoding. Fills the columns and
+/// advances the lengths, as cuda::append does.
+/// Errors   missing memory, scales that rows share, shapes that differ, more new tokens than `k` has, slots outside the
+///          tables, positions not behind the stored ones: tessera::error, before anything is written.
 template <class View, class E>
 void append(const append_problem<View, E>& p) {
   using encoding = typename View::encoding_type;
@@ -60,8 +59,8 @@ void append(const append_problem<View, E>& p) {
   for (index_t row = 0; p.positions.data && row < view.sequences * view.kv_heads; ++row) {
     const index_t b = row / view.kv_heads, h = row % view.kv_heads, length = view.length(b, h);
     if (length == 0 || added(b) == 0) continue;
-    const index_t last = p.positions.at(b, h, view.kv_heads, length - 1);
-    if (first_of(b, h) > last) continue;  // names are made where they are needed alone
+    const index_t last = p.positions.entry(b, h, view.kv_heads, length - 1);
+    if (first_of(b, h) > last) continue;  // makes its strings only for an error
     fail("position of the first new token (" + detail::row_name(b, h) + ")", first_of(b, h),
          "more than that of the last stored one, which is " + std::to_string(last),
          "pass first_position: where something was dropped, a length is no position");
@@ -84,44 +83,43 @@ void append(const append_problem<View, E>& p) {
         const float value_scale =
             encode_row<encoding>(p.v.row(b, t, h), View::v_dim, view.value(b, h, slot), view.v_strides.dim);
         if constexpr (encoding::scaled) {
-          const offset_t at = view.scales.index(view.table.locate(b, h, slot), h);
-          view.scales.k[at] = key_scale;
-          view.scales.v[at] = value_scale;
+          const offset_t scale = view.scales.index(view.table.locate(b, h, slot), h);
+          view.scales.k[scale] = key_scale;
+          view.scales.v[scale] = value_scale;
         }
         if (p.positions.data) {
-          p.positions.at(b, h, view.kv_heads, slot) = first_of(b, h) + t;
+          p.positions.entry(b, h, view.kv_heads, slot) = first_of(b, h) + t;
         }
-        if (p.scores.data) p.scores.at(b, h, view.kv_heads, slot) = 0;
+        if (p.scores.data) p.scores.entry(b, h, view.kv_heads, slot) = 0;
         if (p.segments.data) {
-          p.segments.at(b, h, view.kv_heads, slot) = text.take(p.boundaries[offset_t(b) * p.k.tokens + t] != 0);
+          p.segments.entry(b, h, view.kv_heads, slot) = text.advance(p.boundaries[offset_t(b) * p.k.tokens + t] != 0);
         }
       }
     }
-    if (p.segments.data) p.texts[b].take(p.boundaries + offset_t(b) * p.k.tokens, added(b));
+    if (p.segments.data) p.texts[b].advance(p.boundaries + offset_t(b) * p.k.tokens, added(b));
   }
   if (!p.lengths) return;
-  const index_t own = view.length_strides.head != 0 ? view.kv_heads : 1;  // lengths of a sequence
+  const index_t lengths = view.length_strides.head != 0 ? view.kv_heads : 1;  // of a sequence
   for (index_t b = 0; b < view.sequences; ++b) {
-    for (index_t h = 0; h < own; ++h) {
+    for (index_t h = 0; h < lengths; ++h) {
       p.lengths[b * view.length_strides.sequence + h * view.length_strides.head] = view.length(b, h) + added(b);
     }
   }
 }
 
-/// The rows alone.
-/// Shapes   k, v [sequences, tokens, kv_heads, dim]; the view's lengths are those before, and it has room for `tokens`
-///          more.
+/// Appends rows alone: no columns, no lengths.
+/// Shapes   k, v [sequences, tokens, kv_heads, dim]; the view has memory for `tokens` more than its lengths.
 template <class View, class K, class V>
 void append(const View& view, const rows_view<K>& k, const rows_view<V>& v) {
   append(append_problem<View, common_element<K, V>>{view, k, v});
 }
 
 /// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one, with
-/// their scales, positions, scores and segments: what cuda::pack does.
-/// In place indices ascend, so a row is read before anything is written over it.
-/// Errors   a selection that does not ascend within what is stored; scales that rows of `to` share; a column to write
-///          without one to read; where `pool` says how many pages there are, tables with other entries, and moves into
-///          a page that stands in another table too: tessera::error, before anything moves.
+/// their scales, positions, scores and segments, as cuda::pack does.
+/// In place this is safe: indices ascend, so a row is read before it is overwritten.
+/// Errors   a selection that does not ascend within the stored slots; scales that rows of `target` share; a column to
+///          write without one to read; with `pool.pages`, table entries outside it and moves into a page of another
+///          table: tessera::error, before anything moves.
 /// Cost     reads and writes each chosen row once. Rows of other sequences and heads are untouched.
 template <class From, class To>
 void pack(const pack_problem<From, To>& p, executor& workers) {
@@ -129,18 +127,20 @@ void pack(const pack_problem<From, To>& p, executor& workers) {
                     From::v_dim == To::v_dim,
                 "tessera: pack copies rows between views of one encoding and head dims");
   using S = typename To::stored_type;
-  require(p.to.sequences == p.from.sequences && p.to.kv_heads == p.from.kv_heads, "sequences and kv_heads to pack into",
-          std::to_string(p.to.sequences) + " and " + std::to_string(p.to.kv_heads),
-          std::to_string(p.from.sequences) + " and " + std::to_string(p.from.kv_heads), "pass views of one batch");
-  if (p.to.sequences > 0) require_row_scales(p.to);
-  require((!p.scores.data || p.from_scores.data) && (!p.segments.data || p.from_segments.data),
-          "from_scores or from_segments", "null", "a column where `scores` or `segments` is given",
+  require(p.target.sequences == p.source.sequences && p.target.kv_heads == p.source.kv_heads,
+          "sequences and kv_heads to pack into",
+          std::to_string(p.target.sequences) + " and " + std::to_string(p.target.kv_heads),
+          std::to_string(p.source.sequences) + " and " + std::to_string(p.source.kv_heads), "pass views of one batch");
+  if (p.target.sequences > 0) require_row_scales(p.target);
+  require((!p.scores.data || p.source_scores.data) && (!p.segments.data || p.source_segments.data),
+          "source_scores or source_segments", "null", "a column where `scores` or `segments` is given",
           "pass the columns that scores and segments are copied from");
-  require_selection(p.from, p.chosen);
-  require_pages(p.from, p.pool);
-  require_pages(p.to, p.pool, [&](index_t b, index_t h) { return p.chosen.count(offset_t(b) * p.to.kv_heads + h); });
-  require_own_pages(p.from, p.chosen, p.to, p.pool);
-  if (p.lengths && p.to.length_strides.head == 0) require_even_counts(p.to, p.chosen);
+  require_selection(p.source, p.chosen);
+  require_pages(p.source, p.pool);
+  require_pages(p.target, p.pool,
+                [&](index_t b, index_t h) { return p.chosen.count(offset_t(b) * p.target.kv_heads + h); });
+  require_own_pages(p.source, p.chosen, p.target, p.pool);
+  if (p.lengths && p.target.length_strides.head == 0) require_even_counts(p.target, p.chosen);
   const auto copy_row = [](const S* source, offset_t source_stride, S* target, offset_t target_stride, int dim) {
     if (source == target) return;
     if (source_stride == 1 && target_stride == 1) {
@@ -149,35 +149,36 @@ void pack(const pack_problem<From, To>& p, executor& workers) {
       for (int d = 0; d < dim; ++d) target[d * target_stride] = source[d * source_stride];
     }
   };
-  const From& from = p.from;
-  const To& to = p.to;
-  workers.for_each(from.sequences * from.kv_heads, [&](index_t row, int) {
-    const index_t b = row / from.kv_heads, h = row % from.kv_heads;
+  const From& source = p.source;
+  const To& target = p.target;
+  workers.for_each(source.sequences * source.kv_heads, [&](index_t row, int) {
+    const index_t b = row / source.kv_heads, h = row % source.kv_heads;
     const index_t* slots = p.chosen.row(row);
     for (index_t i = 0; i < p.chosen.count(row); ++i) {
       const index_t slot = slots[i];
-      copy_row(from.key(b, h, slot), from.k_strides.dim, to.key(b, h, i), to.k_strides.dim, To::k_dim);
-      copy_row(from.value(b, h, slot), from.v_strides.dim, to.value(b, h, i), to.v_strides.dim, To::v_dim);
+      copy_row(source.key(b, h, slot), source.k_strides.dim, target.key(b, h, i), target.k_strides.dim, To::k_dim);
+      copy_row(source.value(b, h, slot), source.v_strides.dim, target.value(b, h, i), target.v_strides.dim, To::v_dim);
       if constexpr (To::encoding_type::scaled) {
-        const offset_t at = to.scales.index(to.table.locate(b, h, i), h);
-        to.scales.k[at] = from.key_scale(b, h, slot);
-        to.scales.v[at] = from.value_scale(b, h, slot);
+        const offset_t scale = target.scales.index(target.table.locate(b, h, i), h);
+        target.scales.k[scale] = source.key_scale(b, h, slot);
+        target.scales.v[scale] = source.value_scale(b, h, slot);
       }
-      if (p.positions.data) p.positions.at(b, h, to.kv_heads, i) = from.position(b, h, slot);
-      if (p.scores.data) p.scores.at(b, h, to.kv_heads, i) = p.from_scores.at(b, h, from.kv_heads, slot);
-      if (p.segments.data) p.segments.at(b, h, to.kv_heads, i) = p.from_segments.at(b, h, from.kv_heads, slot);
+      if (p.positions.data) p.positions.entry(b, h, target.kv_heads, i) = source.position(b, h, slot);
+      if (p.scores.data) p.scores.entry(b, h, target.kv_heads, i) = p.source_scores.entry(b, h, source.kv_heads, slot);
+      if (p.segments.data)
+        p.segments.entry(b, h, target.kv_heads, i) = p.source_segments.entry(b, h, source.kv_heads, slot);
     }
   });
-  for (index_t row = 0; p.lengths && row < to.sequences * to.kv_heads; ++row) {
-    p.lengths[row / to.kv_heads * to.length_strides.sequence + row % to.kv_heads * to.length_strides.head] =
-        p.chosen.count(row);
+  for (index_t row = 0; p.lengths && row < target.sequences * target.kv_heads; ++row) {
+    p.lengths[row / target.kv_heads * target.length_strides.sequence +
+              row % target.kv_heads * target.length_strides.head] = p.chosen.count(row);
   }
 }
 
-/// The rows alone.
+/// Packs rows alone: no columns, no lengths.
 template <class From, class To>
-void pack(const From& from, const selection_view& chosen, const To& to, executor& workers) {
-  pack(pack_problem<From, To>{from, chosen, to}, workers);
+void pack(const From& source, const selection_view& chosen, const To& target, executor& workers) {
+  pack(pack_problem<From, To>{source, chosen, target}, workers);
 }
 
 }  // namespace cpu

@@ -1,4 +1,4 @@
-// What the host can check of tables, lengths and selections before anything is moved.
+// Checks of tables, lengths and selections on the host, before anything moves.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,7 @@ inline std::string row_name(index_t sequence, index_t head) {
   return "sequence " + std::to_string(sequence) + ", kv_head " + std::to_string(head);
 }
 
-/// Calls `visit(sequence, head, tokens)` for every table row: the first head that it stands for, the longest one's
-/// tokens.
+/// Calls `visit(sequence, head, tokens)` for every table row: its first head, and the tokens of its longest head.
 template <class View, class Tokens, class Visit>
 void for_each_table(const View& view, const Tokens& tokens_of, const Visit& visit) {
   const index_t tables = view.table.tables(view.kv_heads), each = view.kv_heads / tables;
@@ -67,7 +66,7 @@ void require_even_counts(const View& view, const selection_view& chosen) {
   }
 }
 
-/// Errors   tables that do not share out the heads of a sequence evenly: tessera::error.
+/// Errors   tables with different numbers of a sequence's heads: tessera::error.
 template <class View>
 void require_tables(const View& view) {
   const index_t tables = view.table.tables(view.kv_heads);
@@ -77,9 +76,9 @@ void require_tables(const View& view) {
   }
 }
 
-/// The tables of a batch hold the first `tokens_of(sequence, head)` slots of every head.
-/// Errors   tables that do not fit the heads, more slots than a row of a dense table has room for, entries that are no
-///          page of the pool: tessera::error.
+/// Checks that the tables of a batch have the first `tokens_of(sequence, head)` slots of every head.
+/// Errors   tables that do not fit the heads, more slots than a row of a dense table can have, entries that are no page
+///          of the pool: tessera::error.
 /// Cost     one look at every table entry in use.
 template <class View, class Tokens>
 void require_pages(const View& view, const page_pool& pool, const Tokens& tokens_of) {
@@ -105,14 +104,14 @@ void require_pages(const View& view, const page_pool& pool, const Tokens& tokens
   }
 }
 
-/// The same for what a view stores, every head as long as the view says.
+/// The same for the stored tokens of a view.
 template <class View>
 void require_pages(const View& view, const page_pool& pool) {
   require_pages(view, pool, [&](index_t b, index_t h) { return view.length(b, h); });
 }
 
-/// No page in which packing moves a row stands in another table of the batch, or twice in one.
-/// Errors   such a page: tessera::error.   Cost  one count for every page of the pool.
+/// Checks that a page in which packing moves a row is in one table of the batch only, and once.
+/// Errors   a page that is not: tessera::error.   Cost  one count for every page of the pool.
 template <class From, class To>
 void require_own_pages(const From& from, const selection_view& chosen, const To& to, const page_pool& pool) {
   if constexpr (page_table<decltype(from.table)> && page_table<decltype(to.table)>) {

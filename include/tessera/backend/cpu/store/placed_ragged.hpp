@@ -13,9 +13,9 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Pages of all layers and sequences come from one pool; its memory grows by an eighth. Each place has a flat table of
-/// blocks, one row a kv_head, of as many blocks as the head's tokens need.
-/// Bytes    of a place: what the columns of its heads take in the pages that their groups hold.
+/// Pages of all layers and sequences come from one pool, whose memory grows by an eighth. Each entry has a flat table
+/// of blocks: for each kv_head a row of as many blocks as its tokens need.
+/// Bytes    of an entry: the columns of its heads in the pages of their groups.
 template <class Layout>
 class placed_rows<Layout, ragged_pages> {
  public:
@@ -23,10 +23,10 @@ class placed_rows<Layout, ragged_pages> {
   using view_type = kv_view<view_element<encoding_type>, Layout::k_dim, csr_table, Layout::v_dim>;
 
   placed_rows(const ragged_pages& where, index_t layers, index_t kv_heads)
-      : page_(where.page), groups_(where.groups(layers, kv_heads)), pool_(groups_.count(), where.most_pages) {}
+      : page_(where.page), groups_(where.groups(layers, kv_heads)), pool_(groups_.count(), where.max_pages) {}
 
-  view_type view(std::size_t place, const host_vector<index_t>& lengths) {
-    const table& here = tables_[place];
+  view_type view(std::size_t entry, const host_vector<index_t>& lengths) {
+    const table& here = tables_[entry];
     view_type view;
     view.k = k_.data();
     view.v = v_.data();
@@ -41,17 +41,17 @@ class placed_rows<Layout, ragged_pages> {
     return view;
   }
 
-  void make_room(std::size_t place, const host_vector<index_t>& lengths, index_t tokens) {
+  void make_room(std::size_t entry, const host_vector<index_t>& lengths, index_t tokens) {
     host_vector<index_t> wanted = lengths;
-    for (index_t& own : wanted) own += tokens;
-    lay_out(place, wanted);
+    for (index_t& count : wanted) count += tokens;
+    lay_out(entry, wanted);
   }
 
-  void keep(std::size_t place, const host_vector<index_t>& lengths, const selection& chosen, executor& workers) {
-    pack(view(place, lengths), chosen.view(), view(place, lengths), workers);
-    std::copy(chosen.counts.begin(), chosen.counts.end(), tables_[place].tokens.begin());
-    give_back(place);
-    fill(place);  // of fewer blocks than before
+  void keep(std::size_t entry, const host_vector<index_t>& lengths, const selection& chosen, executor& workers) {
+    pack(view(entry, lengths), chosen.view(), view(entry, lengths), workers);
+    std::copy(chosen.counts.begin(), chosen.counts.end(), tables_[entry].tokens.begin());
+    release_pages(entry);
+    fill(entry);  // of fewer blocks than before
   }
 
   void expect(index_t id, index_t tokens) {
@@ -61,7 +61,7 @@ class placed_rows<Layout, ragged_pages> {
   }
   void reserve(index_t id, index_t pages) { pool_.reserve(id, pages); }
 
-  /// Pages that a sequence holds when each of its heads in every layer has `tokens` more.
+  /// Pages that a sequence needs when each of its heads in every layer has `tokens` more.
   offset_t pages_with(index_t id, index_t tokens) const {
     offset_t pages = 0;
     for (index_t group = 0; group < groups_.count(); ++group)
@@ -69,131 +69,131 @@ class placed_rows<Layout, ragged_pages> {
     return pages;
   }
 
-  void open(std::size_t place) {
-    const std::size_t wanted = (place / std::size_t(groups_.layers) + 1) * std::size_t(groups_.layers);
+  void open(std::size_t entry) {
+    const std::size_t wanted = (entry / std::size_t(groups_.layers) + 1) * std::size_t(groups_.layers);
     while (tables_.size() < wanted) tables_.emplace_back(groups_.kv_heads);
-    pool_.open(id_of(place));
-    clear(place);
+    pool_.open(id_of(entry));
+    clear(entry);
   }
-  void clear(std::size_t place) {
-    table& here = tables_[place];
+  void clear(std::size_t entry) {
+    table& here = tables_[entry];
     std::fill(here.tokens.begin(), here.tokens.end(), 0);
     std::fill(here.begins.begin(), here.begins.end(), 0);
     here.blocks.clear();
-    give_back(place);
-    pool_.reserve(id_of(place), 0);
+    release_pages(entry);
+    pool_.reserve(id_of(entry), 0);
   }
-  void copy(std::size_t from, std::size_t to) {
-    lay_out(to, tables_[from].tokens);
-    const table &held = tables_[from], &fresh = tables_[to];
-    for (std::size_t i = 0; i < held.blocks.size(); ++i) {
+  void copy(std::size_t source, std::size_t target) {
+    lay_out(target, tables_[source].tokens);
+    const table &original = tables_[source], &copied = tables_[target];
+    for (std::size_t i = 0; i < original.blocks.size(); ++i) {
       const auto rows = [&](auto& all, offset_t dim) {
-        const offset_t each = page_ * dim;
-        std::copy_n(all.begin() + held.blocks[i] * each, each, all.begin() + fresh.blocks[i] * each);
+        const offset_t count = page_ * dim;
+        std::copy_n(all.begin() + original.blocks[i] * count, count, all.begin() + copied.blocks[i] * count);
       };
       rows(k_, Layout::k_dim), rows(v_, Layout::v_dim);
       if constexpr (encoding_type::scaled) rows(k_scales_, 1), rows(v_scales_, 1);
     }
   }
-  offset_t bytes(std::size_t place) const {
-    if (place >= tables_.size()) return 0;
+  offset_t bytes(std::size_t entry) const {
+    if (entry >= tables_.size()) return 0;
     offset_t blocks = 0;
     for (index_t h = 0; h < groups_.kv_heads; ++h) {
-      const index_t group = group_of(place, h);
-      blocks += offset_t(held(id_of(place), group)) * groups_.blocks_of_page(group);
+      const index_t group = group_of(entry, h);
+      blocks += offset_t(page_count(id_of(entry), group)) * groups_.blocks_of_page(group);
     }
     return blocks * page_ * Layout::token_bytes();
   }
 
   const head_groups& groups() const { return groups_; }
   index_t page() const { return page_; }
-  /// Pages that a group of a sequence holds.
-  index_t held(index_t id, index_t group) const { return index_t(pool_.pages(id, group).size()); }
+  /// Pages of a group of a sequence.
+  index_t page_count(index_t id, index_t group) const { return index_t(pool_.pages(id, group).size()); }
   const ragged_pool& pool() const { return pool_; }
 
  private:
   struct table {
     explicit table(index_t kv_heads) : tokens(std::size_t(kv_heads), 0), begins(std::size_t(kv_heads) + 1, 0) {}
-    host_vector<index_t> tokens;  // by kv_head, those that there is room for
+    host_vector<index_t> tokens;  // by kv_head, for which there are blocks
     host_vector<index_t> begins;  // where each kv_head's row of blocks begins
     host_vector<index_t> blocks;
   };
 
-  index_t id_of(std::size_t place) const { return index_t(place / std::size_t(groups_.layers)); }
-  index_t head_of(std::size_t place, index_t head) const {
-    return index_t(place % std::size_t(groups_.layers)) * groups_.kv_heads + head;
+  index_t id_of(std::size_t entry) const { return index_t(entry / std::size_t(groups_.layers)); }
+  index_t head_of(std::size_t entry, index_t head) const {
+    return index_t(entry % std::size_t(groups_.layers)) * groups_.kv_heads + head;
   }
-  index_t group_of(std::size_t place, index_t head) const { return groups_.group[std::size_t(head_of(place, head))]; }
+  index_t group_of(std::size_t entry, index_t head) const { return groups_.group[std::size_t(head_of(entry, head))]; }
   /// Tokens of the longest head of a group.
   index_t longest(index_t id, index_t group) const {
-    index_t most = 0;
+    index_t result = 0;
     for (const index_t member : groups_.row(group)) {
-      const std::size_t place = std::size_t(id) * std::size_t(groups_.layers) + std::size_t(member / groups_.kv_heads);
-      most = (std::max)(most, tables_[place].tokens[std::size_t(member % groups_.kv_heads)]);
+      const std::size_t entry = std::size_t(id) * std::size_t(groups_.layers) + std::size_t(member / groups_.kv_heads);
+      result = (std::max)(result, tables_[entry].tokens[std::size_t(member % groups_.kv_heads)]);
     }
-    return most;
+    return result;
   }
 
   /// Pages that a group's longest head needs.
   index_t pages_of(index_t id, index_t group) const { return groups_.pages_for(group, longest(id, group), page_); }
 
-  /// Blocks for so many tokens of each head; as before where there are no pages, or no memory, for them.
-  void lay_out(std::size_t place, const host_vector<index_t>& tokens) {
-    table fresh = tables_[place];
-    fresh.tokens = tokens;
+  /// Gives each head blocks for `tokens[h]` tokens. Nothing changes where pages or memory run out.
+  void lay_out(std::size_t entry, const host_vector<index_t>& tokens) {
+    table added = tables_[entry];
+    added.tokens = tokens;
     std::size_t blocks = 0;
-    for (const index_t own : tokens) blocks += std::size_t(ceil_div(own, page_));
-    fresh.blocks.reserve(blocks);
-    table before = std::exchange(tables_[place], std::move(fresh));
+    for (const index_t count : tokens) blocks += std::size_t(ceil_div(count, page_));
+    added.blocks.reserve(blocks);
+    table previous = std::exchange(tables_[entry], std::move(added));
     try {
-      take_pages(place);
+      acquire_pages(entry);
     } catch (...) {
-      tables_[place] = std::move(before);
-      give_back(place);
+      tables_[entry] = std::move(previous);
+      release_pages(entry);
       throw;
     }
-    fill(place);
+    fill(entry);
   }
-  void take_pages(std::size_t place) {
-    const index_t id = id_of(place);
+  void acquire_pages(std::size_t entry) {
+    const index_t id = id_of(entry);
     offset_t more = 0;
     for (index_t h = 0; h < groups_.kv_heads; ++h) {
-      const index_t group = group_of(place, h);
-      if (h == first_member(place, group)) more += (std::max)(0, pages_of(id, group) - held(id, group));
+      const index_t group = group_of(entry, h);
+      if (h == first_member(entry, group)) more += (std::max)(0, pages_of(id, group) - page_count(id, group));
     }
     grow(index_t(pool_.made() + (std::max<offset_t>)(0, more - pool_.idle())));
     for (index_t h = 0; h < groups_.kv_heads; ++h) {
-      const index_t group = group_of(place, h);
-      pool_.take(id, group, pages_of(id, group));
+      const index_t group = group_of(entry, h);
+      pool_.acquire(id, group, pages_of(id, group));
     }
   }
-  void give_back(std::size_t place) {
+  void release_pages(std::size_t entry) {
     for (index_t h = 0; h < groups_.kv_heads; ++h) {
-      const index_t group = group_of(place, h);
-      pool_.release(id_of(place), group, pages_of(id_of(place), group));
+      const index_t group = group_of(entry, h);
+      pool_.release(id_of(entry), group, pages_of(id_of(entry), group));
     }
   }
-  /// The first kv_head of a place's layer that is in a group.
-  index_t first_member(std::size_t place, index_t group) const {
+  /// The first kv_head of an entry's layer that is in a group.
+  index_t first_member(std::size_t entry, index_t group) const {
     index_t head = 0;
-    while (group_of(place, head) != group) ++head;
+    while (group_of(entry, head) != group) ++head;
     return head;
   }
-  /// Writes a place's table down. Needs no memory: `make_room` has taken it.
-  void fill(std::size_t place) {
-    table& here = tables_[place];
+  /// Writes an entry's table. Needs no memory: `make_room` has allocated it.
+  void fill(std::size_t entry) {
+    table& here = tables_[entry];
     here.blocks.clear();
     for (index_t h = 0; h < groups_.kv_heads; ++h) {
       here.begins[std::size_t(h)] = index_t(here.blocks.size());
-      const auto pages = pool_.pages(id_of(place), group_of(place, h));
+      const auto pages = pool_.pages(id_of(entry), group_of(entry, h));
       for (index_t i = 0; i < ceil_div(here.tokens[std::size_t(h)], page_); ++i) {
-        here.blocks.push_back(groups_.block(head_of(place, h), i, pages));
+        here.blocks.push_back(groups_.block(head_of(entry, h), i, pages));
       }
     }
     here.begins.back() = index_t(here.blocks.size());
   }
 
-  /// To exactly so many: resize alone would take twice as many.
+  /// Allocates exactly `count`: resize alone would allocate twice as many.
   template <class X>
   static void enlarge(host_vector<X>& numbers, std::size_t count) {
     numbers.reserve(count);
@@ -213,12 +213,12 @@ class placed_rows<Layout, ragged_pages> {
   }
 
   using stored = typename encoding_type::stored_type;
-  index_t page_, pages_ = 0;  // tokens of a page; pages that there is memory for
+  index_t page_, pages_ = 0;  // tokens of a page; pages in memory
   head_groups groups_;
   ragged_pool pool_;
   host_vector<stored> k_, v_;
   host_vector<float> k_scales_, v_scales_;
-  host_vector<table> tables_;  // by place
+  host_vector<table> tables_;  // by entry
 };
 
 }  // namespace cpu

@@ -12,16 +12,16 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Where a cache's rows lie; specialised by placement. A place is a (layer, sequence); lengths are the caller's.
-///   view(place, lengths)                     its rows, as one sequence; valid until the place changes
-///   make_room(place, lengths, tokens)        for `tokens` more in every head
-///   keep(place, lengths, chosen, workers)    the chosen slots alone stay; needs no memory
-///   open(place), clear(place)                an empty place; gives its memory back, and needs none
-///   copy(from, to)                           an empty place gets what another one holds; cleared by the caller where
-///                                            it throws
-///   expect(id, tokens)                       every head of a sequence will get so many more, 0: none for now; throws
-///                                            where a pool has no room for them
-///   bytes(place)
+/// The rows of a cache; specialised by placement. An entry is the number of a (layer, sequence). The caller has the
+/// lengths.
+///   view(entry, lengths)                     its rows, as one sequence; valid until the entry changes
+///   make_room(entry, lengths, tokens)        allocates memory for `tokens` more in every head
+///   keep(entry, lengths, chosen, workers)    drops all but the chosen slots; needs no memory
+///   open(entry), clear(entry)                makes an empty entry; releases its memory, and needs none
+///   copy(source, target)                     copies an entry to an empty one, which the caller clears where it throws
+///   expect(id, tokens)                       reserves memory for `tokens` more in every head of a sequence, 0: none;
+///                                            throws where a pool has no more
+///   bytes(entry)
 template <class Layout, class Placement = typename Layout::placement_type>
 class placed_rows {
   static_assert(sizeof(Placement) == 0,
@@ -29,7 +29,7 @@ class placed_rows {
                 "cpu::placed_rows for it");
 };
 
-/// Each place has memory of its own. It grows by `spare_room`; `keep` gives memory back once a quarter is unused.
+/// Each entry has memory of its own. It grows by `spare_room`; `keep` releases memory once a quarter is unused.
 template <class Layout>
 class placed_rows<Layout, runs> {
  public:
@@ -38,13 +38,13 @@ class placed_rows<Layout, runs> {
 
   placed_rows(const runs&, index_t, index_t kv_heads) : heads_(kv_heads) {}
 
-  view_type view(std::size_t place, const host_vector<index_t>& lengths) { return view(at(place), lengths); }
+  view_type view(std::size_t entry, const host_vector<index_t>& lengths) { return view(run_of(entry), lengths); }
 
-  void make_room(std::size_t place, const host_vector<index_t>& lengths, index_t tokens) {
-    run& here = at(place);
-    bool room = true;
-    for (std::size_t h = 0; h < lengths.size(); ++h) room &= lengths[h] + tokens <= here.capacities[h];
-    if (room) return;
+  void make_room(std::size_t entry, const host_vector<index_t>& lengths, index_t tokens) {
+    run& here = run_of(entry);
+    bool fits = true;
+    for (std::size_t h = 0; h < lengths.size(); ++h) fits &= lengths[h] + tokens <= here.capacities[h];
+    if (fits) return;
     host_vector<index_t> wanted;
     for (const index_t length : lengths) wanted.push_back(length + tokens + spare_room(length + tokens));
     selection everything;
@@ -57,14 +57,14 @@ class placed_rows<Layout, runs> {
     move(here, lengths, wanted, everything, alone);
   }
 
-  void keep(std::size_t place, const host_vector<index_t>& lengths, const selection& chosen, executor& workers) {
-    run& here = at(place);
-    offset_t used = 0, held = 0;
+  void keep(std::size_t entry, const host_vector<index_t>& lengths, const selection& chosen, executor& workers) {
+    run& here = run_of(entry);
+    offset_t used = 0, capacity = 0;
     for (std::size_t h = 0; h < lengths.size(); ++h) {
       used += chosen.counts[h];
-      held += here.capacities[h];
+      capacity += here.capacities[h];
     }
-    if (gives_back(used, held)) {
+    if (gives_back(used, capacity)) {
       try {
         return move(here, lengths, chosen.counts, chosen, workers);
       } catch (...) {  // no memory for a smaller run: the rows stay in the old one
@@ -74,15 +74,15 @@ class placed_rows<Layout, runs> {
   }
 
   void expect(index_t, index_t) {}
-  void open(std::size_t place) { at(place).clear(); }
-  void clear(std::size_t place) { runs_[place].clear(); }
-  void copy(std::size_t from, std::size_t to) {
-    at(to);  // what follows moves nothing
-    runs_[to] = at(from);
+  void open(std::size_t entry) { run_of(entry).clear(); }
+  void clear(std::size_t entry) { runs_[entry].clear(); }
+  void copy(std::size_t source, std::size_t target) {
+    run_of(target);  // so that the assignment moves no run
+    runs_[target] = run_of(source);
   }
-  offset_t bytes(std::size_t place) const {
-    if (place >= runs_.size()) return 0;
-    const run& here = runs_[place];
+  offset_t bytes(std::size_t entry) const {
+    if (entry >= runs_.size()) return 0;
+    const run& here = runs_[entry];
     return offset_t((here.k.capacity() + here.v.capacity()) * sizeof(stored) +
                     (here.k_scales.capacity() + here.v_scales.capacity()) * sizeof(float));
   }
@@ -106,9 +106,9 @@ class placed_rows<Layout, runs> {
     }
   };
 
-  run& at(std::size_t place) {
-    while (runs_.size() <= place) runs_.emplace_back(heads_);
-    return runs_[place];
+  run& run_of(std::size_t entry) {
+    while (runs_.size() <= entry) runs_.emplace_back(heads_);
+    return runs_[entry];
   }
 
   view_type view(run& here, const host_vector<index_t>& lengths) const {
@@ -126,24 +126,24 @@ class placed_rows<Layout, runs> {
     return view;
   }
 
-  /// Fresh memory of the given capacities for the chosen slots.
+  /// Moves the chosen slots to new memory of the given capacities.
   void move(run& here, const host_vector<index_t>& lengths, const host_vector<index_t>& capacities,
             const selection& chosen, executor& workers) {
-    run fresh(heads_);
+    run moved(heads_);
     offset_t total = 0;
     for (std::size_t h = 0; h < capacities.size(); ++h) {
-      fresh.begins[h] = total;
-      fresh.capacities[h] = capacities[h];
+      moved.begins[h] = total;
+      moved.capacities[h] = capacities[h];
       total += capacities[h];
     }
-    fresh.k.resize(std::size_t(total) * Layout::k_dim);
-    fresh.v.resize(std::size_t(total) * Layout::v_dim);
+    moved.k.resize(std::size_t(total) * Layout::k_dim);
+    moved.v.resize(std::size_t(total) * Layout::v_dim);
     if constexpr (encoding_type::scaled) {
-      fresh.k_scales.resize(std::size_t(total));
-      fresh.v_scales.resize(std::size_t(total));
+      moved.k_scales.resize(std::size_t(total));
+      moved.v_scales.resize(std::size_t(total));
     }
-    pack(view(here, lengths), chosen.view(), view(fresh, chosen.counts), workers);
-    here = std::move(fresh);
+    pack(view(here, lengths), chosen.view(), view(moved, chosen.counts), workers);
+    here = std::move(moved);
   }
 
   index_t heads_;

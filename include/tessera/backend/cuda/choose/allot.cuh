@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(128)
   head_extent extent{asked.layer, asked.layers, head, in.kv_heads, tail, tokens};
   if (in.settled) {
     extent.earlier = in.earlier[row];
-    extent.dropped = in.reach[sequence].seen() - (tokens - extent.earlier);
+    extent.dropped = in.reach[sequence].prompt_tokens() - (tokens - extent.earlier);
   }
   counts[row] =
       all_fit(in, sequence, policy, asked) ? tokens : kept_of(policy.share(extent), in.settled_of(row) + tail, tokens);

@@ -217,7 +217,8 @@ class first_stage<Recipe, true> {
     const newest_rows<T> queries = observer_.queries(owner, reach, next, stream);
     choose_problem<view_type, T> problem = this->problem(store, store.view(owner), queries, owner.layer, 0);
     problem.reach = settled_.on_device(reach, stream);
-    return {run(policies, problem, queries, rule, member, stream), bound(owner, store, policies, reach.seen())};
+    return {run(policies, problem, queries, rule, member, stream),
+            bound(owner, store, policies, reach.prompt_tokens())};
   }
   /// What a layer of a batch keeps, or lets through, within a step; on the device by sequence of the batch: `ids`, and
   /// `next`, the position of the next token. The newest `added` tokens stay whatever their score.

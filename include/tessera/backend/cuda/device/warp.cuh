@@ -111,7 +111,7 @@ struct warp_team {
 #endif
     return x;
   }
-  TESSERA_HD index_t before(index_t x) const {
+  TESSERA_HD index_t exclusive_sum(index_t x) const {
 #ifdef __CUDA_ARCH__
     return inclusive_sum(x, rank()) - x;
 #else

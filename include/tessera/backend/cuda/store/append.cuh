@@ -19,7 +19,7 @@ namespace cuda {
 namespace detail {
 
 /// A block a sequence: a thread a token, tile by tile. A run is what lies between two flags; it is cut after
-/// most_segment_tokens, so a token's number follows from its place in the run and from the pieces of the runs before
+/// max_segment_tokens, so a token's number follows from its place in the run and from the pieces of the runs before
 /// it.
 template <int Threads, class View, class E>
 __global__ void __launch_bounds__(Threads) number_segments_entry(const __grid_constant__ append_problem<View, E> p) {
@@ -46,10 +46,10 @@ __global__ void __launch_bounds__(Threads) number_segments_entry(const __grid_co
       return earlier ? first + w * 32 + 32 - __clz(earlier) : run;
     };
     const index_t begin = behind_last(warp, of_warp & ((1u << lane) - 1));
-    const index_t pieces = flag ? ceil_div(token + 1 - begin, most_segment_tokens) : 0;
-    const index_t number = segment + scan.before(pieces) + (token - begin) / most_segment_tokens;
+    const index_t pieces = flag ? ceil_div(token + 1 - begin, max_segment_tokens) : 0;
+    const index_t number = segment + scan.before(pieces) + (token - begin) / max_segment_tokens;
     if (inside) {
-      for (index_t h = 0; h < heads; ++h) p.segments.at(b, h, heads, p.view.length(b, h) + token) = number;
+      for (index_t h = 0; h < heads; ++h) p.segments.entry(b, h, heads, p.view.length(b, h) + token) = number;
     }
     segment += scan.total();
     run = behind_last(warps, 0);
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(Threads) number_segments_entry(const __grid_co
   }
   if (thread == 0) {
     const index_t open = tokens - run;
-    p.texts[b] = {segment + open / most_segment_tokens, open % most_segment_tokens};
+    p.texts[b] = {segment + open / max_segment_tokens, open % max_segment_tokens};
   }
 }
 
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(Threads)
 }  // namespace detail
 
 /// Fills the segment column for the tokens that `problem` appends, and moves its texts on. Before the lengths advance.
-/// The numbers of segment_cursor::take.   Cost  one launch: a block a sequence, which reads a byte a token.
+/// The numbers of segment_cursor::advance.   Cost  one launch: a block a sequence, which reads a byte a token.
 /// `overlaps`: from sm_90 on it begins while the launch before it on the stream ends, and lets the next one begin.
 template <class View, class E>
 void number_segments(const append_problem<View, E>& problem, bool overlaps, cudaStream_t stream) {
@@ -188,11 +188,11 @@ struct append_share {
     const index_t slot = length + token;
     if (p.positions.data) {
       const index_t position = (p.first_position ? p.first_position[sequence] : length) + token;
-      index_t* at = &p.positions.at(sequence, head, p.view.kv_heads, slot);
+      index_t* at = &p.positions.entry(sequence, head, p.view.kv_heads, slot);
       if (word && token == 0 && slot > 0 && at[-1] >= position) note_disorder(word, sequence, head, slot);
       *at = position;
     }
-    if (p.scores.data) p.scores.at(sequence, head, p.view.kv_heads, slot) = 0;
+    if (p.scores.data) p.scores.entry(sequence, head, p.view.kv_heads, slot) = 0;
   }
   /// Where one block has it all it advances the length itself; else advance_entry does, because other blocks still read
   /// it.

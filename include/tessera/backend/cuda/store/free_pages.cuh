@@ -21,12 +21,12 @@ __global__ void __launch_bounds__(32) free_pages_entry(const __grid_constant__ f
     longest = (max)(longest, p.length(i / each, sequence, first_head + i % each));
   }
   longest = __reduce_max_sync(~0u, longest);
-  const index_t held = p.held[row], stay = (min)(held, p.pages_for(longest)), freed = held - stay;
+  const index_t held = p.page_counts[row], stay = (min)(held, p.pages_for(longest)), freed = held - stay;
   __syncwarp();  // all lanes have read `held`
   const index_t* pages = p.view.table.pages(sequence, first_head);
   for (index_t i = lane; i < freed; i += 32) p.freed[row * p.freed_stride + i] = pages[stay + i];
   if (lane == 0) {
-    p.held[row] = stay;
+    p.page_counts[row] = stay;
     p.freed_count[row] = freed;
   }
 }
@@ -48,10 +48,11 @@ void free_pages(const free_pages_problem<View>& p, cudaStream_t stream) {
   require(p.freed_stride >= p.pool.max_blocks, "freed_stride", p.freed_stride,
           "at least the entries of a table row, " + std::to_string(p.pool.max_blocks),
           "make room for all of a row's pages");
-  require(p.room >= 0, "room", p.room, "at least 0", "pass for how many more tokens pages are kept");
+  require(p.spare_tokens >= 0, "spare_tokens", p.spare_tokens, "at least 0",
+          "pass for how many more tokens pages are kept");
   if (p.view.sequences <= 0) return;
-  require(p.held && p.freed && p.freed_count, "memory of held, freed and freed_count", "null", "memory behind each",
-          "pass the pages that rows hold, and room for what comes out");
+  require(p.page_counts && p.freed && p.freed_count, "memory of page_counts, freed and freed_count", "null",
+          "memory behind each", "pass the pages that rows hold, and room for what comes out");
   detail::free_pages_entry<View><<<unsigned(p.view.sequences * tables), 32, 0, stream>>>(p);
   check(cudaGetLastError(), "launch of free_pages");
 }

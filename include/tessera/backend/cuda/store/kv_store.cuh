@@ -340,7 +340,7 @@ class kv_store {
   offset_t bytes(sequence_layer owner) const {
     return rows_.bytes(order_.index(owner)) + columns_.rows(order_.index(owner)) * columns_.row_bytes();
   }
-  offset_t most_bytes() const { return rows_.most_bytes() + columns_.most_rows() * columns_.row_bytes(); }
+  offset_t peak_bytes() const { return rows_.peak_bytes() + columns_.most_rows() * columns_.row_bytes(); }
 
  private:
   offset_t* begins(std::size_t at) const { return begins_.of(order_.owner(at)); }
@@ -368,11 +368,11 @@ class kv_store {
   void set_columns(pack_problem<view_type, view_type>& problem, const offset_t* begins) const {
     if (with_.positions) problem.positions = {positions(), 0, 0, begins};
     if (with_.segments) {
-      problem.from_segments = {segments(), 0, 0, problem.from.position_begin};
+      problem.source_segments = {segments(), 0, 0, problem.source.position_begin};
       problem.segments = {segments(), 0, 0, begins};
     }
     if (with_.scores) {
-      problem.from_scores = {scores(), 0, 0, problem.from.position_begin};
+      problem.source_scores = {scores(), 0, 0, problem.source.position_begin};
       problem.scores = {scores(), 0, 0, begins};
     }
   }

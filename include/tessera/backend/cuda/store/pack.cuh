@@ -147,10 +147,10 @@ struct pack_kernel {
   __device__ static void run(const pack_problem<From, To>& p, const pack_scratch& scratch) {
     __shared__ shared s;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const index_t heads = p.from.kv_heads, rows = p.from.sequences * heads;
+    const index_t heads = p.source.kv_heads, rows = p.source.sequences * heads;
     if (p.lengths && blockIdx.x == 0) {
       for (index_t row = thread; row < rows; row += pack_threads) {
-        p.lengths[row / heads * p.to.length_strides.sequence + row % heads * p.to.length_strides.head] =
+        p.lengths[row / heads * p.target.length_strides.sequence + row % heads * p.target.length_strides.head] =
             (max)(p.chosen.count(row), 0);
       }
     }
@@ -175,14 +175,14 @@ struct pack_kernel {
       float score = 0, k_scale = 1, v_scale = 1;
       if (thread < used) {
         const index_t slot = slots[first + thread];
-        s.from_k[thread] = p.from.key(b, h, slot);
-        s.from_v[thread] = p.from.value(b, h, slot);
-        s.to_k[thread] = p.to.key(b, h, first + thread);
-        s.to_v[thread] = p.to.value(b, h, first + thread);
-        if (p.positions.data) position = p.from.position(b, h, slot);
-        if (p.scores.data) score = p.from_scores.at(b, h, heads, slot);
-        if (p.segments.data) segment = p.from_segments.at(b, h, heads, slot);
-        if constexpr (scaled) k_scale = p.from.key_scale(b, h, slot), v_scale = p.from.value_scale(b, h, slot);
+        s.from_k[thread] = p.source.key(b, h, slot);
+        s.from_v[thread] = p.source.value(b, h, slot);
+        s.to_k[thread] = p.target.key(b, h, first + thread);
+        s.to_v[thread] = p.target.value(b, h, first + thread);
+        if (p.positions.data) position = p.source.position(b, h, slot);
+        if (p.scores.data) score = p.source_scores.entry(b, h, heads, slot);
+        if (p.segments.data) segment = p.source_segments.entry(b, h, heads, slot);
+        if constexpr (scaled) k_scale = p.source.key_scale(b, h, slot), v_scale = p.source.value_scale(b, h, slot);
         // Sources ascend strictly: if the last one stays where it is, all before it do.
         if (InPlace && thread == used - 1) s.moves = slot != first + thread;
       }
@@ -197,10 +197,10 @@ struct pack_kernel {
           if (token < used) {
             chunk[i] =
                 part < k_chunks
-                    ? load(s.from_k[token] + part * per_chunk * (Aligned ? 1 : p.from.k_strides.dim),
-                           p.from.k_strides.dim)
-                    : load(s.from_v[token] + (part - k_chunks) * per_chunk * (Aligned ? 1 : p.from.v_strides.dim),
-                           p.from.v_strides.dim);
+                    ? load(s.from_k[token] + part * per_chunk * (Aligned ? 1 : p.source.k_strides.dim),
+                           p.source.k_strides.dim)
+                    : load(s.from_v[token] + (part - k_chunks) * per_chunk * (Aligned ? 1 : p.source.v_strides.dim),
+                           p.source.v_strides.dim);
           }
         }
       }
@@ -231,22 +231,22 @@ struct pack_kernel {
           const int place = i * pack_threads + thread, token = place / chunks, part = place % chunks;
           if (token < used) {
             if (part < k_chunks) {
-              store(s.to_k[token] + part * per_chunk * (Aligned ? 1 : p.to.k_strides.dim), p.to.k_strides.dim,
+              store(s.to_k[token] + part * per_chunk * (Aligned ? 1 : p.target.k_strides.dim), p.target.k_strides.dim,
                     chunk[i]);
             } else {
-              store(s.to_v[token] + (part - k_chunks) * per_chunk * (Aligned ? 1 : p.to.v_strides.dim),
-                    p.to.v_strides.dim, chunk[i]);
+              store(s.to_v[token] + (part - k_chunks) * per_chunk * (Aligned ? 1 : p.target.v_strides.dim),
+                    p.target.v_strides.dim, chunk[i]);
             }
           }
         }
       }
       if (thread < used) {
-        if (p.positions.data) p.positions.at(b, h, heads, first + thread) = position;
-        if (p.scores.data) p.scores.at(b, h, heads, first + thread) = score;
-        if (p.segments.data) p.segments.at(b, h, heads, first + thread) = segment;
+        if (p.positions.data) p.positions.entry(b, h, heads, first + thread) = position;
+        if (p.scores.data) p.scores.entry(b, h, heads, first + thread) = score;
+        if (p.segments.data) p.segments.entry(b, h, heads, first + thread) = segment;
         if constexpr (scaled) {
-          const offset_t at = p.to.scales.index(p.to.table.locate(b, h, first + thread), h);
-          p.to.scales.k[at] = k_scale, p.to.scales.v[at] = v_scale;
+          const offset_t at = p.target.scales.index(p.target.table.locate(b, h, first + thread), h);
+          p.target.scales.k[at] = k_scale, p.target.scales.v[at] = v_scale;
         }
       }
       __syncthreads();  // the addresses are free again
@@ -304,27 +304,27 @@ class pack {
   }
 
   void run(const pack_problem<From, To>& problem, void* workspace, cudaStream_t stream) const {
-    const index_t rows = problem.from.sequences * problem.from.kv_heads;
-    require(problem.to.sequences == problem.from.sequences && problem.to.kv_heads == problem.from.kv_heads,
-            "sequences * kv_heads of to", offset_t(problem.to.sequences) * problem.to.kv_heads,
-            "the shape of from, " + std::to_string(rows), "pack between views of one shape");
+    const index_t rows = problem.source.sequences * problem.source.kv_heads;
+    require(problem.target.sequences == problem.source.sequences && problem.target.kv_heads == problem.source.kv_heads,
+            "sequences * kv_heads of target", offset_t(problem.target.sequences) * problem.target.kv_heads,
+            "the shape of source, " + std::to_string(rows), "pack between views of one shape");
     require(rows >= 0 && rows <= rows_, "sequences * kv_heads", rows, "at most " + std::to_string(rows_),
             "construct pack for the largest batch");
-    require(!InPlace || (problem.from.k == problem.to.k && problem.from.v == problem.to.v), "memory of to", "another",
-            "that of from", "leave InPlace false for fresh memory");
-    require(
-        (!problem.scores.data || problem.from_scores.data) && (!problem.segments.data || problem.from_segments.data),
-        "from_scores or from_segments", "null", "a column where `scores` or `segments` is given",
-        "pass the columns that scores and segments are copied from");
+    require(!InPlace || (problem.source.k == problem.target.k && problem.source.v == problem.target.v),
+            "memory of target", "another", "that of source", "leave InPlace false for other memory");
+    require((!problem.scores.data || problem.source_scores.data) &&
+                (!problem.segments.data || problem.source_segments.data),
+            "source_scores or source_segments", "null", "a column where `scores` or `segments` is given",
+            "pass the columns that scores and segments are copied from");
     if (rows == 0) return;
-    require_row_scales(problem.to);
+    require_row_scales(problem.target);
     auto* words = static_cast<unsigned*>(workspace);
     const detail::pack_scratch scratch =
         InPlace ? detail::pack_scratch{words, words + 1, words + 2, words + 4, tiles_} : detail::pack_scratch{};
-    const bool aligned = rows_on_16_bytes(problem.from.k, problem.from.k_strides) &&
-                         rows_on_16_bytes(problem.from.v, problem.from.v_strides) &&
-                         rows_on_16_bytes(problem.to.k, problem.to.k_strides) &&
-                         rows_on_16_bytes(problem.to.v, problem.to.v_strides);
+    const bool aligned = rows_on_16_bytes(problem.source.k, problem.source.k_strides) &&
+                         rows_on_16_bytes(problem.source.v, problem.source.v_strides) &&
+                         rows_on_16_bytes(problem.target.k, problem.target.k_strides) &&
+                         rows_on_16_bytes(problem.target.v, problem.target.v_strides);
     if (aligned) {
       detail::pack_entry<From, To, true, InPlace><<<blocks_, detail::pack_threads, 0, stream>>>(problem, scratch);
     } else {

@@ -280,10 +280,10 @@ class conversation {
         reading_members(method_.retain, shape_.q_heads / shape_.kv_heads);  // each of them may swap one
     if (lists > 1) return lists;
     if constexpr (packs) return std::max(1, method_.retrieve.mean_block());
-    if (Method::needs_step_segments) return 2 * most_segment_tokens;
+    if (Method::needs_step_segments) return 2 * max_segment_tokens;
     if constexpr (requires { typename Method::retain_type::selector_type; }) {
       using selector = typename Method::retain_type::selector_type;
-      if constexpr (segment_selector<selector>) return 2 * most_segment_tokens;
+      if constexpr (segment_selector<selector>) return 2 * max_segment_tokens;
       if constexpr (best_units_selector<selector>) return method_.retain.selector.unit_slots();
     }
     return 1;

@@ -42,7 +42,7 @@ TEST_CASE("packed rows with a tail in ragged pages answer as in runs, and say wh
   cuda::cache<mosaickv<bf16, 64>> runs(shape, mosaickv<bf16, 64>(), options);
   const auto both = [&](const auto& call) { call(ragged), call(runs); };
   both([&](auto& kv) { REQUIRE(kv.open() == 0); });
-  CHECK(ragged.upper_bound_pages(90) == ragged.plan_pages(0, 90).most);
+  CHECK(ragged.upper_bound_pages(90) == ragged.plan_pages(0, 90).peak);
   ragged.announce(0, 90);
   for (index_t layer = 0; layer < shape.layers; ++layer) {
     const step_rows<bf16> x(1, 90, shape, 64);

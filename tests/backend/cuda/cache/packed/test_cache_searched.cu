@@ -110,7 +110,8 @@ TEST_CASE("a step over segments that were searched is attention over what the de
   CHECK(now.report().searched >= 2);
   // What is stored of a searched segment is near what was given; and segments differ.
   std::map<index_t, int> kept, blocks;
-  for (const auto& one : now.segments(0)) ++kept[one.k.format.kept * 8 + one.k.format.group], ++blocks[one.block];
+  for (const auto& one : now.segments(0))
+    ++kept[one.k.format.stored_channels * 8 + one.k.format.group], ++blocks[one.block];
   CHECK(kept.size() >= 2);
   std::printf("searched cache: worst %.2e, %d segments, %d formats, %d blocks\n", worst, int(now.segments(0).size()),
               int(kept.size()), int(blocks.size()));
@@ -196,7 +197,7 @@ TEST_CASE("a searching cache on the device holds the CPU's conversation", "[gpu]
     REQUIRE(view.segments->size() >= own.size() - 1);
     for (std::size_t i = 0; i + 1 < own.size(); ++i) {
       const auto& other = *(*view.segments)[i];
-      CHECK(own[i].k.format.kept == other.format.k.kept);
+      CHECK(own[i].k.format.stored_channels == other.format.k.stored_channels);
       CHECK(own[i].k.format.group == other.format.k.group);
       CHECK(own[i].block == other.format.block);
       CHECK(device.rows(layer)[i] == other.lengths[0]);
@@ -219,10 +220,10 @@ TEST_CASE("where the thread is stopped, a cache on the device goes on with the o
   auto copy = std::make_unique<cuda::cache<mosaic>>(now.held);
   worker->publish();
   now.step();
-  CHECK(now.report().kept == 1);
+  CHECK(now.report().unchanged == 1);
   CHECK(now.report().searched == 0);
   CHECK_THAT(now.report().problem, contains("stopped"));
-  CHECK(copy->strategies(0).kept == 0);
+  CHECK(copy->strategies(0).unchanged == 0);
 }
 
 TEST_CASE("a cache on the device whose thread was stopped before goes on, and opens again",
@@ -231,14 +232,14 @@ TEST_CASE("a cache on the device whose thread was stopped before goes on, and op
   searched_conversation other(searching(), shrunk(900, 400));
   other.held.searcher()->stop();
   for (index_t i = 0; i < shrunk(900, 400); ++i) other.step();
-  CHECK(other.report().kept >= 1);
+  CHECK(other.report().unchanged >= 1);
   for (const auto& one : other.segments(1)) {
     CHECK(one.k.format == other.segments(1).front().k.format);
     CHECK(one.k.basis == other.segments(1).front().k.basis);
   }
   other.held.close(0);
   REQUIRE(other.held.open() == 0);
-  CHECK(other.report().kept == 0);
+  CHECK(other.report().unchanged == 0);
 }
 
 TEST_CASE("a fork of a searching cache on the device goes on as a copy of the cache, whoever is closed",

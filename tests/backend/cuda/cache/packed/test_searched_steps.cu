@@ -70,7 +70,7 @@ TEST_CASE("no step of a long answer waits for a search, and what rows wait in is
         "%d steps, %d searched, %d kept, %d segments; us without packing: median %.1f, 99.9th percentile %.1f, most "
         "%.1f; with: "
         "median %.1f, most %.1f; swaps: most %.1f\n",
-        int(steps), int(threaded.report().searched), int(threaded.report().kept), int(threaded.segments(0).size()),
+        int(steps), int(threaded.report().searched), int(threaded.report().unchanged), int(threaded.segments(0).size()),
         median, late, step_times::at(times.plain, 1), step_times::at(times.packing, 0.5),
         step_times::at(times.packing, 1), step_times::at(times.swapping, 1));
     // What other programs do on the GPU shows in single steps: the long run is for one that is alone.

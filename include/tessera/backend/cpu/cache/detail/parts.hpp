@@ -1,4 +1,4 @@
-// What the layers of a cache hold on the CPU, and how a layer's choice is planned and carried out.
+// The parts of a cache on the CPU, and how a layer's choice is planned and committed.
 #pragma once
 
 #include <algorithm>
@@ -21,18 +21,17 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// What a layer of a sequence keeps, or lets through, until it is carried out.
+/// A planned choice of one layer of a sequence: tokens to keep, or candidates for its steps.
 template <class Recipe>
 struct layer_choice {
   bool made = false, observed = false;
-  host_vector<selection> kept{1};  ///< one, or one for each member of a group whose query heads choose apart
+  host_vector<selection> selections{1};  ///< one, or one for each member of a group whose query heads choose apart
   ranked_tokens ranked;
-  /// A filter's next lists: the same, or everything; none: those it has stay.
-  typename reading<Recipe>::lists passed;
+  typename reading<Recipe>::candidate_sets next_candidates;  ///< of a filter; empty: the present ones stay
 };
 
-/// The parts of one recipe's cache. A change of a layer is planned, which may run out of memory and shows nothing; then
-/// `commit` carries it out, or `abandon` forgets it, and neither needs memory.
+/// The parts of one recipe's cache. A change of a layer is first planned, which may run out of memory and changes
+/// nothing visible. Then `commit` carries it out, or `abandon` forgets it; neither needs memory.
 template <class Recipe>
 struct cache_parts {
   using layout = typename Recipe::layout_type;
@@ -54,54 +53,54 @@ struct cache_parts {
         log(shape.layers),
         ranked(shape.layers) {}
 
-  /// Choices of so many layers, or sequences, to be planned.
+  /// Empty choices for `count` layers, or sequences.
   host_vector<choice>& new_choices(index_t count) {
     host_vector<choice>& all = *choices;
     if (all.size() < std::size_t(count)) all.resize(std::size_t(count));
-    for (choice& each : all) {
-      each.made = each.observed = false;
-      each.passed.clear();
+    for (choice& c : all) {
+      c.made = c.observed = false;
+      c.next_candidates.clear();
     }
     return all;
   }
 
-  /// Of a layer that slides: all but its window, and the `added` newest, go.
+  /// Of a sliding layer: drops all but its window and the `added` newest tokens.
   void plan_slide(sequence_layer owner, index_t added, choice& made) {
-    made.kept.resize(1);
-    made.made = store.choose_newest(owner, roles.window(owner.layer), added, made.kept[0]);
+    made.selections.resize(1);
+    made.made = store.choose_newest(owner, roles.window(owner.layer), added, made.selections[0]);
     if (made.made) store.plan_keep(owner);
   }
-  /// Of a layer that follows the recipe; where nothing is `due`, it chooses nothing, and a filter lets everything
-  /// through.
+  /// Of a layer that follows the recipe. Where nothing is `due` it chooses nothing, and every token is a filter's
+  /// candidate.
   void plan_choice(sequence_layer owner, const Recipe& recipe, const planned<Recipe>& policies, bool due,
                    const choice_moment& when, choice& made) {
-    made.made = due && first.choose(owner, store, policies, roles.rule(owner.layer), when, made.kept,
+    made.made = due && first.choose(owner, store, policies, roles.rule(owner.layer), when, made.selections,
                                     traces_ranks ? &made.ranked : nullptr, *workers);
-    if (made.made) prompts.join(owner, recipe, made.kept);
+    if (made.made) prompts.join(owner, recipe, made.selections);
     plan_reading(owner, policies, made);
   }
-  /// What another layer has chosen among as many tokens.
+  /// Repeats the choice of another layer among as many tokens.
   void plan_same_choice(sequence_layer owner, const planned<Recipe>& policies, const choice& other, choice& made) {
     made.made = other.made;
-    if (other.made) made.kept = other.kept;
+    if (other.made) made.selections = other.selections;
     if (other.made && traces_ranks) made.ranked = other.ranked;
     plan_reading(owner, policies, made);
   }
-  /// What is due to be packed when a prompt, or a step, ends, of what stays.
+  /// Packs what is due at the end of a prompt, or of a step, among the tokens that stay.
   void plan_packing(sequence_layer owner, const choice& made, bool prompt_ends) {
     const bool drops = made.made && Recipe::retain_type::drops;
-    store.plan_packing(owner, drops ? &made.kept[0] : nullptr, prompt_ends, *workers);
+    store.plan_packing(owner, drops ? &made.selections[0] : nullptr, prompt_ends, *workers);
   }
   void commit(sequence_layer owner, choice& made) {
     if (made.made && traces_ranks && roles.follows_recipe(owner.layer)) std::swap(ranked[owner], made.ranked);
-    if (!made.passed.empty()) {
-      reads.pass(owner, made.passed);
+    if (!made.next_candidates.empty()) {
+      reads.set_candidates(owner, made.next_candidates);
     } else if (made.made) {
-      store.keep(owner, made.kept[0], *workers);
+      store.keep(owner, made.selections[0], *workers);
     }
     store.commit_packing(owner, *workers);
   }
-  /// Forgets what was planned of a layer, and what was appended from position `next` on.
+  /// Forgets the plans of a layer, and tokens that were appended from position `next` on.
   void abandon(sequence_layer owner, index_t next) {
     store.abandon(owner, next);
     reads.abandon(owner, store);
@@ -124,7 +123,7 @@ struct cache_parts {
  private:
   void plan_reading(sequence_layer owner, const planned<Recipe>& policies, choice& made) {
     if (made.made && Recipe::retain_type::drops) store.plan_keep(owner);
-    reads.plan(owner, store, policies, made.made ? &made.kept : nullptr, made.passed);
+    reads.plan(owner, store, policies, made.made ? &made.selections : nullptr, made.next_candidates);
   }
 };
 

@@ -1,4 +1,4 @@
-// What calls of a turn's prompt do to the layers of a cache on the CPU.
+// The prompt of a turn, on the layers of a cache on the CPU.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// The prompt's part of a turn. Every call does all of its work or none; arguments have been checked.
+/// The calls of a turn's prompt. Each does all of its work or none; the caller has checked the arguments.
 template <class Recipe>
 class prompt_turn {
   using parts = cache_parts<Recipe>;
@@ -41,19 +41,19 @@ class prompt_turn {
       throw;
     }
     its_.commit(owner, made);
-    its_.reads.end_lists(owner);
+    its_.reads.end_candidates(owner);
   }
 
-  /// Before more of a prompt is appended to a layer that chooses among what it has: it keeps its share of that.
+  /// The end of a chunk, in a layer that chooses then: it keeps its share of the prompt so far.
   void end_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach) {
     if (!its_.roles.follows_recipe(owner.layer)) return;
     choice& made = its_.new_choices(1).front();
     made.made = its_.first.choose(owner, its_.store, policies, its_.roles.rule(owner.layer), {reach.end, 0, &reach},
-                                  made.kept, its_.traces_ranks ? &made.ranked : nullptr, *its_.workers);
+                                  made.selections, its_.traces_ranks ? &made.ranked : nullptr, *its_.workers);
     if (made.made) its_.store.plan_keep(owner);
     its_.commit(owner, made);
     its_.first.observer().forget(owner);
-    its_.reads.abandon(owner, its_.store);  // its slots have moved; the prompt's end makes it anew
+    its_.reads.abandon(owner, its_.store);  // its slots have moved; the end of the prompt builds it anew
   }
 
   template <class E>
@@ -66,8 +66,8 @@ class prompt_turn {
     its_.prompts.attend(owner, recipe, view, queries, rule, output, *its_.workers);
   }
 
-  /// Tokens that pass through a layer once more, from position `part.begin` on: they attend to everything and to
-  /// themselves, are scored with, and leave nothing else behind.
+  /// Reads tokens once more, at positions from `part.begin` on. They attend to everything and to themselves, and their
+  /// queries score the part's tokens; nothing else stays of them.
   template <class E>
   void reread(sequence_layer owner, const planned<Recipe>& policies, const reread_part& part,
               const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
@@ -85,7 +85,7 @@ class prompt_turn {
     its_.store.abandon(owner, part.begin);
   }
 
-  /// A prompt has been through a layer: what it needs no other layer for is done.
+  /// The end of a prompt in one layer: does what needs no other layer.
   void end_layer(sequence_layer owner, const Recipe& recipe) {
     choice& made = its_.new_choices(1).front();
     if (!its_.roles.follows_recipe(owner.layer)) {
@@ -96,7 +96,7 @@ class prompt_turn {
     its_.commit(owner, made);
   }
 
-  /// A prompt has ended: where `due`, each layer keeps the budget's worth, or lets it through.
+  /// The end of a prompt. Where `due`, each layer keeps the budget's tokens, or makes them candidates.
   void end(index_t id, const Recipe& recipe, const planned<Recipe>& policies, bool due, const prompt_reach& reach) {
     const index_t layers = its_.shape.layers;
     host_vector<choice>& choices = its_.new_choices(layers);

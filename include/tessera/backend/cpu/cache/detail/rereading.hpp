@@ -1,4 +1,4 @@
-// A text that passes through a model once more, on the CPU: what its queries give to the tokens of one part.
+// Rereading on the CPU: the queries of a text that passes through the model once more score the tokens of one part.
 #pragma once
 
 #include "../../../../core/host/host_vector.hpp"
@@ -21,14 +21,14 @@ class rereading {
              const rows_view<const E>&, const reread_part&, executor&) {}
 };
 
-/// Scores the tokens of a part by what the queries of a re-reading look at.
+/// Scores the tokens of a part by the attention of a rereading's queries.
 template <class Recipe>
 class rereading<Recipe, true> {
   static constexpr int k_dim = Recipe::layout_type::k_dim;
 
  public:
-  /// The scores of the part's tokens become what the queries give them, where that is more; as before when memory runs
-  /// out.
+  /// Raises the scores of the part's tokens to those that the queries give, where these are larger.
+  /// Errors   out of memory: scores are unchanged.
   template <class E>
   void score(sequence_layer owner, kv_store<typename Recipe::layout_type>& store, const planned<Recipe>& policies,
              const logit_rule& rule, const rows_view<const E>& q, const reread_part& part, executor& workers) {

@@ -1,4 +1,4 @@
-// What a decode step does to the layers of a cache on the CPU.
+// The decode steps of a turn, on the layers of a cache on the CPU.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// The steps of a turn. Every call does all of its work or none; arguments have been checked.
+/// The calls of a step. Each does all of its work or none; the caller has checked the arguments.
 template <class Recipe>
 class step_turn {
   using parts = cache_parts<Recipe>;
@@ -19,7 +19,7 @@ class step_turn {
  public:
   explicit step_turn(parts& its) : its_(its) {}
 
-  /// Room for a step in every layer, or in none.
+  /// Reserves memory for a step in every layer, or in none.
   void prepare(const batch& step) {
     for (std::size_t b = 0; b < step.ids.size(); ++b) {
       try {
@@ -40,12 +40,12 @@ class step_turn {
     host_vector<choice>& choices = its_.new_choices(step.sequences());
     its_.log.begin(step.sequences());
     const auto owner = [&](index_t b) { return sequence_layer{layer, step.ids[std::size_t(b)]}; };
-    const auto first = [&](index_t b) { return known.at(owner(b)).next_position; };
+    const auto first = [&](index_t b) { return known.progress(owner(b)).next_position; };
     try {
       for (index_t b = 0; b < step.sequences(); ++b) {
-        decode_one(owner(b), recipe, step, b, known.at(owner(b).id).policies, first(b),
-                   known.step_marks(layer, step, b), q.one(b), k.one(b), v.one(b),
-                   {output.out.one(b), output.lse.one(b)}, choices[std::size_t(b)]);
+        decode_sequence(owner(b), recipe, step, b, known.sequence(owner(b).id).policies, first(b),
+                        known.step_marks(layer, step, b), q.sequence(b), k.sequence(b), v.sequence(b),
+                        {output.out.sequence(b), output.lse.sequence(b)}, choices[std::size_t(b)]);
       }
     } catch (...) {
       for (index_t b = 0; b < step.sequences(); ++b) {
@@ -62,10 +62,10 @@ class step_turn {
 
  private:
   template <class E>
-  void decode_one(sequence_layer owner, const Recipe& recipe, const batch& step, index_t b,
-                  const planned<Recipe>& policies, index_t first, const segment_marks& marks,
-                  const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
-                  const attention_output& output, choice& made) {
+  void decode_sequence(sequence_layer owner, const Recipe& recipe, const batch& step, index_t b,
+                       const planned<Recipe>& policies, index_t first, const segment_marks& marks,
+                       const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+                       const attention_output& output, choice& made) {
     const index_t next = first + k.tokens;
     const logit_rule rule = its_.roles.rule(owner.layer);
     its_.store.append(owner, k, v, first, marks);
@@ -73,10 +73,10 @@ class step_turn {
       return decode_all(owner, b, query_rows<E>{q, &first}, k.tokens, output, made);
     its_.reads.append(owner, its_.store, k.tokens);
     if constexpr (Recipe::schedule_type::fires_at(moment::step_begin)) {
-      if (step.evicts_first) {  // the step reads what will stay; the rest goes when the whole batch has succeeded
+      if (step.evicts_first) {  // the step reads what will stay; the rest is dropped when the whole batch has succeeded
         its_.plan_choice(owner, recipe, policies, true, {next, k.tokens, nullptr}, made);
-        attend(owner, b, policies, its_.reads.view_of(owner, its_.store, made.kept[0]), query_rows<E>{q, &first}, rule,
-               output);
+        attend(owner, b, policies, its_.reads.view_of(owner, its_.store, made.selections[0]), query_rows<E>{q, &first},
+               rule, output);
         return its_.plan_packing(owner, made, false);
       }
     }
@@ -95,7 +95,7 @@ class step_turn {
     }
     its_.plan_packing(owner, made, false);
   }
-  /// Of a layer that keeps and reads everything, or slides.
+  /// A step of a layer that keeps and reads everything, or slides.
   template <class E>
   void decode_all(sequence_layer owner, index_t b, const query_rows<E>& queries, index_t tokens,
                   const attention_output& output, choice& made) {

@@ -20,7 +20,7 @@ class model_counts {
   explicit model_counts(const model_shape&) {}
   template <class Store>
   void allot(const Policy&, index_t, Store&, const layer_roles&) {}
-  const index_t* of(index_t) const { return nullptr; }
+  const index_t* counts(index_t) const { return nullptr; }
 };
 
 /// Of a sequence whose scores lie beside its tokens: of all heads of the layers that follow the recipe, the best heads
@@ -41,11 +41,11 @@ class model_counts<Policy, true> {
       if (!roles.follows_recipe(layer)) continue;
       columns& beside = store.beside({layer, id});
       for (index_t h = 0; h < heads_; ++h) {
-        const index_t held = store.lengths({layer, id})[std::size_t(h)], candidates = (std::max)(0, held - tail);
+        const index_t stored = store.lengths({layer, id})[std::size_t(h)], candidates = (std::max)(0, stored - tail);
         rows.push_back(layer * heads_ + h);
-        tokens.push_back(held);
+        tokens.push_back(stored);
         offsets.push_back(offset_t(scores.size()));
-        scores.resize(scores.size() + std::size_t(held));
+        scores.resize(scores.size() + std::size_t(stored));
         float* out = scores.data() + offsets.back();
         const float* raw = beside.scores() + beside.begins()[std::size_t(h)];
         const float* last = finished(policy.scorer, raw, candidates, out, scratch);
@@ -66,8 +66,8 @@ class model_counts<Policy, true> {
     counts_.swap(counts);
   }
 
-  /// [kv_heads]: what each head of a layer keeps; 0 of a layer that does not follow the recipe.
-  const index_t* of(index_t layer) const { return counts_.data() + offset_t(layer) * heads_; }
+  /// [kv_heads]: tokens that each head of a layer keeps; 0 where the layer does not follow the recipe.
+  const index_t* counts(index_t layer) const { return counts_.data() + offset_t(layer) * heads_; }
 
  private:
   index_t layers_, heads_;

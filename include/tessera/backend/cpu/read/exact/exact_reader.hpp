@@ -12,7 +12,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Scores every key; keeps nothing beside the tokens.
+/// Scores every key; stores nothing beside the tokens.
 template <class Recipe>
 class exact_reader {
  public:
@@ -35,7 +35,7 @@ class exact_reader {
     using stored = typename encoding::stored_type;
     const auto& policy = policies.read;
     auto& [offsets, raw, finished_scores, pooled, scoring, top_k] = *workspace_;
-    // A step of several tokens reads them all, so that each of them sees something.
+    // A step of several tokens reads them all, so that each of them sees a key.
     const index_t tail = queries.q.tokens > 1 ? queries.q.tokens : 0;
     offsets.assign(1, 0);
     for (index_t h = 0; h < all.kv_heads; ++h) offsets.push_back(offsets.back() + all.length(0, h));
@@ -49,7 +49,7 @@ class exact_reader {
       const float* scores = finished(policy.scorer, raw.data() + row, n, finished_scores.data() + row, pooled);
       const index_t count = choose_slots(policy.selector, scores, n, tail, policy.tokens, chosen.row(h), top_k);
       chosen.counts[std::size_t(h)] = count;
-      // The keys of what is then attended are the same bytes.
+      // The keys of the attended tokens are among these bytes.
       bytes += (n - count) * (offset_t(k_dim) * offset_t(sizeof(stored)) + (encoding::scaled ? 4 : 0));
     }
     return bytes;

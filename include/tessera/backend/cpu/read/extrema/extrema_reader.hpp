@@ -14,7 +14,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Holds an index of every place's keys and, for a scorer that adds the mean value, the sum of its values.
+/// Has an index of the keys of every (layer, sequence) and, for a scorer that adds the mean value, sums of its values.
 template <class Recipe>
 class extrema_reader {
  public:
@@ -25,73 +25,74 @@ class extrema_reader {
 
   explicit extrema_reader(const model_shape& shape) : heads_(shape.kv_heads) {}
 
-  void open(std::size_t at) {
-    while (places_.size() <= at) places_.emplace_back(heads_);
-    clear(at);
+  void open(std::size_t index) {
+    while (entries_.size() <= index) entries_.emplace_back(heads_);
+    clear(index);
   }
-  void clear(std::size_t at) {
-    forget(at);
-    place(at).index.reset(heads_, 1);
+  void clear(std::size_t index) {
+    forget(index);
+    entries_[index].pages.reset(heads_, 1);
   }
-  void copy(std::size_t from, std::size_t to) { places_[to] = places_[from]; }
-  void forget(std::size_t at) {
-    held& here = place(at);
-    std::fill(here.sums.begin(), here.sums.end(), 0.0);
-    std::fill(here.summed.begin(), here.summed.end(), 0);
-    here.index.reset(heads_, here.index.page());
+  void copy(std::size_t source, std::size_t target) { entries_[target] = entries_[source]; }
+  void forget(std::size_t index) {
+    entry& own = entries_[index];
+    std::fill(own.sums.begin(), own.sums.end(), 0.0);
+    std::fill(own.summed.begin(), own.summed.end(), 0);
+    own.pages.reset(heads_, own.pages.page());
   }
 
-  /// `moved`: slots are no longer what they were, everything is built anew.
+  /// `moved`: slots have other rows now, so that everything is built anew.
   template <class View>
-  void refresh(std::size_t at, const View& view, const planned<Recipe>& policies, bool moved) {
-    held& here = place(at);
+  void refresh(std::size_t index, const View& view, const planned<Recipe>& policies, bool moved) {
+    entry& own = entries_[index];
     const index_t page = policies.read.scorer.page;
-    if (moved) forget(at);
-    if (page != here.index.page()) here.index.reset(heads_, page);
-    here.index.extend(view);
+    if (moved) forget(index);
+    if (page != own.pages.page()) own.pages.reset(heads_, page);
+    own.pages.extend(view);
   }
   template <class View>
-  void append(std::size_t at, const View& view, index_t) {
-    place(at).index.extend(view);
+  void append(std::size_t index, const View& view, index_t) {
+    entries_[index].pages.extend(view);
   }
 
   template <class View, class Q>
-  offset_t choose(std::size_t at, const View& all, const query_rows<Q>& queries, const logit_rule& rule,
+  offset_t choose(std::size_t index, const View& all, const query_rows<Q>& queries, const logit_rule& rule,
                   const planned<Recipe>& policies, selection& chosen, executor& workers) {
     const auto& policy = policies.read;
-    const held& here = place(at);
+    const entry& own = entries_[index];
     const index_t tail = queries.q.tokens > 1 ? queries.q.tokens : 0, rows = queries.q.tokens * queries.q.heads;
     offset_t total = 0;
     for (index_t h = 0; h < all.kv_heads; ++h) total += all.length(0, h);
     mass_.memory.assign(std::size_t(rows), 1.0f);
     bytes_.memory.assign(std::size_t(all.kv_heads), 0);
-    (*pages_).resize((std::max)((*pages_).size(), std::size_t(workers.threads())));
+    (*workspaces_).resize((std::max)((*workspaces_).size(), std::size_t(workers.threads())));
     workers.for_each(
         all.kv_heads,
         [&](index_t h, int worker) {
-          const page_choice choice = choose_by_pages(
-              all, 0, h, here.index.view(), queries, rule, policy.scorer, policy.selector,
-              (std::max)(tail, policy.scorer.protected_tail(policy.tokens)), policy.tokens, chosen.row(h),
-              averages ? mass_.memory.data() + h * (rows / all.kv_heads) : nullptr, (*pages_)[std::size_t(worker)]);
+          const page_choice choice =
+              choose_by_pages(all, 0, h, own.pages.view(), queries, rule, policy.scorer, policy.selector,
+                              (std::max)(tail, policy.scorer.protected_tail(policy.tokens)), policy.tokens,
+                              chosen.row(h), averages ? mass_.memory.data() + h * (rows / all.kv_heads) : nullptr,
+                              (*workspaces_)[std::size_t(worker)]);
           chosen.counts[std::size_t(h)] = choice.count;
           bytes_.memory[std::size_t(h)] = choice.bytes_read;
         },
-        double(total) / here.index.page() * policy.scorer.channels * rows / all.kv_heads);
+        double(total) / own.pages.page() * policy.scorer.channels * rows / all.kv_heads);
     offset_t bytes = 0;
     for (const offset_t b : bytes_.memory) bytes += b;
     return bytes;
   }
 
-  /// Gives what the attended tokens lack of each row's mass to the mean of V up to the row's token.
+  /// Adds to each row the mean of V up to the row's token, weighed by the probability that the attended tokens lack.
   template <class View>
-  void complete(std::size_t at, const View& all, index_t tokens, index_t group, const rows_view<float>& out) {
+  void complete(std::size_t index, const View& all, index_t tokens, index_t group, const rows_view<float>& out) {
     if constexpr (!averages) return;
-    held& here = place(at);
+    entry& own = entries_[index];
     for (index_t h = 0; h < all.kv_heads; ++h) {
-      const index_t before = all.length(0, h) - tokens;
-      double* sum = here.sums.data() + offset_t(h) * v_dim;
+      const index_t previous = all.length(0, h) - tokens;
+      double* sum = own.sums.data() + offset_t(h) * v_dim;
       for (index_t t = 0; t < tokens; ++t) {
-        for (index_t& slot = here.summed[std::size_t(h)]; slot <= before + t; ++slot) {
+        for (index_t& slot = own.summed[std::size_t(h)]; slot <= previous + t; ++slot) {
           float value[v_dim];
           load_value(all, 0, h, slot, value);
           for (int d = 0; d < v_dim; ++d) sum[d] += is_finite(value[d]) ? double(value[d]) : 0.0;
@@ -101,7 +102,7 @@ class extrema_reader {
           if (part == 1) continue;
           float* row = out.row(0, t, h * group + g);
           for (int d = 0; d < v_dim; ++d) {
-            const float mean = float(sum[d] / double(before + t + 1));
+            const float mean = float(sum[d] / double(previous + t + 1));
             row[d] = std::fma(part, row[d], (1 - part) * mean);  // alike whatever a compiler would contract
           }
         }
@@ -109,30 +110,30 @@ class extrema_reader {
     }
   }
 
-  /// An estimate needs no list: only what is attended is looked up in it.
+  /// An estimate reads no list: of the list only the attended slots are read.
   offset_t list_bytes(std::size_t, index_t, index_t count) const { return count * offset_t(sizeof(index_t)); }
   /// Bytes of sums that a step reads, of one head.
   offset_t side_bytes() const { return averages ? offset_t(v_dim) * offset_t(sizeof(double)) : 0; }
-  offset_t bytes(std::size_t at) const {
-    return places_[at].index.bytes() + offset_t(places_[at].sums.capacity() * sizeof(double));
+  offset_t bytes(std::size_t index) const {
+    return entries_[index].pages.bytes() + offset_t(entries_[index].sums.capacity() * sizeof(double));
   }
 
  private:
-  struct held {
-    explicit held(index_t heads) : sums(averages ? std::size_t(heads) * v_dim : 0, 0.0), summed(std::size_t(heads), 0) {
-      index.reset(heads, 1);
+  struct entry {
+    explicit entry(index_t heads)
+        : sums(averages ? std::size_t(heads) * v_dim : 0, 0.0), summed(std::size_t(heads), 0) {
+      pages.reset(heads, 1);
     }
-    page_index<T, k_dim> index;
+    page_index<T, k_dim> pages;
     host_vector<double> sums;     // [kv_heads, v_dim]: of the first `summed` slots of each head's view
     host_vector<index_t> summed;  // by head
   };
-  held& place(std::size_t at) { return places_[at]; }
 
   index_t heads_;
-  host_vector<held> places_;
+  host_vector<entry> entries_;
   scratch<host_vector<float>> mass_;  // [kv_heads, rows] of the last choice
   scratch<host_vector<offset_t>> bytes_;
-  scratch<host_vector<page_workspace<k_dim>>> pages_;
+  scratch<host_vector<page_workspace<k_dim>>> workspaces_;
 };
 
 template <class Recipe>

@@ -15,35 +15,35 @@ namespace cpu {
 /// Per-channel extrema of pages of consecutive slots, for every kv_head of one layer and one sequence. Of encoded rows:
 /// those of the decoded keys, each rounded to the element type `T`.
 ///
-/// Folding a key into its page costs O(D) whatever the page holds, and gives the same as building the page anew. Where
-/// rows are dropped, slots move into other pages: `reset` and build again. Pages of one slot hold their key once, by
-/// channel: the second copy of K that lets a scorer read few channels of every key.
+/// Folding a key into its page costs O(D) and gives the same as building the page from its keys. Where rows are
+/// dropped, slots move to other pages: `reset` and build the index anew. A page of one slot has its key once, by
+/// channel: this second copy of K lets a scorer read few channels of every key.
 template <class T, int D>
 class page_index {
  public:
-  /// Room for pages comes in vectors of this many, so that a scorer may read whole ones.
-  static constexpr index_t room_step = 16;
+  /// Capacities are multiples of this many pages, so that a scorer may read whole vectors.
+  static constexpr index_t capacity_step = 16;
 
-  /// Forgets everything; from now on a page has `page` slots.
+  /// Empties the index; a page has `page` slots then.
   void reset(index_t kv_heads, index_t page) {
     page_ = page;
     filled_.assign(std::size_t(kv_heads), 0);
     begins_.assign(std::size_t(kv_heads), 0);
-    rooms_.assign(std::size_t(kv_heads), 0);
+    capacities_.assign(std::size_t(kv_heads), 0);
     host_vector<T>().swap(data_);
   }
 
   index_t page() const { return page_; }
 
-  /// Folds every slot of the view that has not been folded yet, head by head.
+  /// Folds every slot of the view that is not folded yet, head by head.
   template <class View>
   void extend(const View& view) {
     const default_float_mode mode;
-    bool room = true;
+    bool fits = true;
     for (index_t h = 0; h < view.kv_heads; ++h) {
-      room &= ceil_div(view.length(0, h), page_) <= rooms_[std::size_t(h)];
+      fits &= ceil_div(view.length(0, h), page_) <= capacities_[std::size_t(h)];
     }
-    if (!room) grow(view);
+    if (!fits) grow(view);
     for (index_t h = 0; h < view.kv_heads; ++h) {
       const page_extrema_view<T, D> pages = target();
       for (index_t slot = filled_[std::size_t(h)]; slot < view.length(0, h); ++slot) {
@@ -57,11 +57,11 @@ class page_index {
         const bool first = slot % page_ == 0;
         constexpr float none = std::numeric_limits<float>::quiet_NaN();
         for (int d = 0; d < D; ++d) {
-          const float fresh = View::is_raw ? key[d] : float(T(key[d]));
+          const float grown = View::is_raw ? key[d] : float(T(key[d]));
           T& low = pages.lower(h, d)[p];
           T& high = pages.upper(h, d)[p];
-          low = T(lower_with(first ? none : float(low), fresh));
-          high = T(upper_with(first ? none : float(high), fresh));
+          low = T(lower_with(first ? none : float(low), grown));
+          high = T(upper_with(first ? none : float(high), grown));
         }
       }
       filled_[std::size_t(h)] = view.length(0, h);
@@ -69,43 +69,43 @@ class page_index {
   }
 
   /// Valid until the index changes.
-  page_extrema_view<const T, D> view() const { return {data_.data(), page_, 0, begins_.data(), rooms_.data()}; }
+  page_extrema_view<const T, D> view() const { return {data_.data(), page_, 0, begins_.data(), capacities_.data()}; }
 
-  /// Bytes that are allocated for pages.
+  /// Bytes allocated for pages.
   offset_t bytes() const { return offset_t(data_.capacity() * sizeof(T)); }
 
  private:
-  page_extrema_view<T, D> target() { return {data_.data(), page_, 0, begins_.data(), rooms_.data()}; }
+  page_extrema_view<T, D> target() { return {data_.data(), page_, 0, begins_.data(), capacities_.data()}; }
 
   template <class View>
   void grow(const View& view) {
-    page_index fresh;
-    fresh.reset(view.kv_heads, page_);
+    page_index grown;
+    grown.reset(view.kv_heads, page_);
     offset_t total = 0;
     for (index_t h = 0; h < view.kv_heads; ++h) {
       const index_t pages = ceil_div(view.length(0, h), page_);
       const index_t wanted = filled_[std::size_t(h)] == 0 ? pages : pages + pages / 64;  // grows while decoding
-      fresh.begins_[std::size_t(h)] = total;
-      fresh.rooms_[std::size_t(h)] = ceil_div(wanted + 1, room_step) * room_step;
-      total += page_row_elements(page_, D, fresh.rooms_[std::size_t(h)]);
+      grown.begins_[std::size_t(h)] = total;
+      grown.capacities_[std::size_t(h)] = ceil_div(wanted + 1, capacity_step) * capacity_step;
+      total += page_row_elements(page_, D, grown.capacities_[std::size_t(h)]);
     }
-    fresh.data_.assign(std::size_t(total), T(0.0f));
+    grown.data_.assign(std::size_t(total), T(0.0f));
     for (index_t h = 0; h < view.kv_heads; ++h) {
       for (int d = 0; d < D; ++d) {
         const index_t used = ceil_div(filled_[std::size_t(h)], page_);
-        std::copy_n(view_of(*this).lower(h, d), used, view_of(fresh).lower(h, d));
-        if (page_ > 1) std::copy_n(view_of(*this).upper(h, d), used, view_of(fresh).upper(h, d));
+        std::copy_n(view_of(*this).lower(h, d), used, view_of(grown).lower(h, d));
+        if (page_ > 1) std::copy_n(view_of(*this).upper(h, d), used, view_of(grown).upper(h, d));
       }
     }
-    fresh.filled_ = filled_;
-    *this = std::move(fresh);
+    grown.filled_ = filled_;
+    *this = std::move(grown);
   }
   static page_extrema_view<T, D> view_of(page_index& index) { return index.target(); }
 
   index_t page_ = 1;
   host_vector<index_t> filled_;   // slots of each head that are folded
   host_vector<offset_t> begins_;  // by head, in elements
-  host_vector<index_t> rooms_;    // by head, in pages
+  host_vector<index_t> capacities_;  // by head, in pages
   host_vector<T> data_;
 };
 

@@ -1,4 +1,4 @@
-// Paged retrieval on the CPU: which slots a decode step reads, from an estimate in place of the keys.
+// Paged retrieval on the CPU: chooses the slots that a decode step reads by an estimate of their keys.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// What the queries of one kv_head's group ask of an estimate.
+/// The queries of one kv_head's group, prepared for an estimate: channels, sides and scales.
 template <int D>
 struct page_query {
   host_vector<float> q;            // [rows, D], as given
@@ -72,12 +72,12 @@ struct page_query {
   }
 };
 
-/// Slots that a query at some position sees: a run, for positions ascend.
+/// The slots that a query sees: one run, because positions ascend.
 struct visible_slots {
   index_t begin, end;
 
   template <class View>
-  static visible_slots of(const View& view, index_t sequence, index_t head, const logit_rule& rule, index_t query) {
+  static visible_slots find(const View& view, index_t sequence, index_t head, const logit_rule& rule, index_t query) {
     const auto first_above = [&](index_t position) {
       index_t low = 0, high = view.length(sequence, head);
       while (low < high) {
@@ -91,8 +91,8 @@ struct visible_slots {
     };
     return {rule.sliding_window > 0 ? first_above(query - rule.sliding_window) : 0, first_above(query)};
   }
-  index_t overlap(index_t from, index_t to) const {
-    return (std::max)(0, (std::min)(to, end) - (std::max)(from, begin));
+  index_t overlap(index_t first, index_t last) const {
+    return (std::max)(0, (std::min)(last, end) - (std::max)(first, begin));
   }
 };
 
@@ -103,22 +103,22 @@ struct page_workspace {
   host_vector<float> logits;   // [rows, pages rounded up to tiles]
   host_vector<float> scores;   // [tokens]
   host_vector<float> columns;  // [2, channels, tile_tokens]
-  host_vector<visible_slots> seen;
+  host_vector<visible_slots> visible;
   host_vector<char> speaks;
   top_k_scratch top_k;
 };
 
 namespace detail {
 
-/// to [tile_tokens] += sum over the chosen channels of q[channel] * column(channel)[0 .. tile_tokens).
+/// sums [tile_tokens] += the sum over the chosen channels of q[channel] * column(channel)[0 .. tile_tokens).
 template <class Column>
-void add_channels(const float* q, const host_vector<index_t>& channels, const Column& column, float* to) {
-  for (int at = 0; at < tile_tokens; at += lane_count) {
-    lanes acc = load(to + at);
+void add_channels(const float* q, const host_vector<index_t>& channels, const Column& column, float* sums) {
+  for (int t = 0; t < tile_tokens; t += lane_count) {
+    lanes acc = load(sums + t);
     for (std::size_t i = 0; i < channels.size(); ++i) {
-      acc += splat(q[channels[i]]) * load(column(i) + at);
+      acc += splat(q[channels[i]]) * load(column(i) + t);
     }
-    store(to + at, acc);
+    store(sums + t, acc);
   }
 }
 
@@ -155,8 +155,8 @@ void page_products(offset_t row, const page_extrema_view<const typename View::el
   }
 }
 
-/// Turns the products of one row into what each of its pages' slots adds to scores. Returns false where the row says
-/// nothing: its query is not finite, or it sees no page with a finite logit.
+/// Turns the products of one row into the weight that each slot of a page adds to the scores. Returns false for a row
+/// that adds nothing: its query is not finite, or it sees no page with a finite logit.
 template <class Scorer>
 bool weigh_pages(const Scorer&, const logit_rule& rule, float scale, float sink, const visible_slots& seen,
                  index_t page, index_t pages, float* row) {
@@ -183,16 +183,17 @@ bool weigh_pages(const Scorer&, const logit_rule& rule, float scale, float sink,
 
 }  // namespace detail
 
-/// What a paged choice of one (sequence, kv_head) came to.
+/// The result of a paged choice of one (sequence, kv_head).
 struct page_choice {
   index_t count = 0;        ///< slots chosen
   offset_t bytes_read = 0;  ///< of the index
 };
 
-/// Chooses what a step reads of one (sequence, kv_head): scores, selection, and the mass that was chosen.
+/// Chooses the slots that a step reads of one (sequence, kv_head), and computes the share of probability that they
+/// have.
 ///
-/// Shapes   out [tokens of the head], ascending slots; mass [rows] or null: what the chosen slots hold of each row's
-///          estimated probabilities (1 for a row that says nothing).
+/// Shapes   out [tokens of the head], ascending slots; mass [rows] or null: the sum of each row's estimated
+///          probabilities over the chosen slots (1 for a row that adds nothing).
 /// A head of no more than `read` tokens is read whole, without an estimate.
 template <class View, class Q, paged_scorer Scorer, class Selector>
 page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
@@ -225,20 +226,20 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
   const offset_t stride = ceil_div(pages, tile_tokens) * offset_t(tile_tokens);
   detail::page_products<View>(offset_t(sequence) * view.kv_heads + head, index, scorer, pages, stride, memory);
 
-  // A slot that no row sees ranks behind all that some row sees.
+  // Slots that no row sees rank last.
   auto& scores = memory.scores;
-  auto& seen = memory.seen;
+  auto& visible = memory.visible;
   auto& speaks = memory.speaks;
   scores.assign(std::size_t(n), -infinity);
-  seen.clear();
+  visible.clear();
   speaks.clear();
   for (index_t r = 0; r < rows; ++r) {
-    seen.push_back(visible_slots::of(view, sequence, head, rule, query.positions[std::size_t(r)]));
-    std::fill(scores.begin() + seen.back().begin, scores.begin() + seen.back().end, 0.0f);
+    visible.push_back(visible_slots::find(view, sequence, head, rule, query.positions[std::size_t(r)]));
+    std::fill(scores.begin() + visible.back().begin, scores.begin() + visible.back().end, 0.0f);
   }
   for (index_t r = 0; r < rows; ++r) {
     float* weights = memory.logits.data() + r * stride;
-    const visible_slots& run = seen[std::size_t(r)];
+    const visible_slots& run = visible[std::size_t(r)];
     const float sink = rule.sink_logits ? rule.sink_logits[head * group + r % group] : -infinity;
     speaks.push_back(query.usable[std::size_t(r)] &&
                      detail::weigh_pages(scorer, rule, query.scale[std::size_t(r)], sink, run, page, pages, weights));
@@ -254,13 +255,13 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
   result.count = selector.select(scores.data(), n, tail, read, out, memory.top_k);
   for (index_t r = 0; mass && r < rows; ++r) {
     if (!speaks[std::size_t(r)]) continue;
-    const visible_slots& run = seen[std::size_t(r)];
-    float held = 0;
+    const visible_slots& run = visible[std::size_t(r)];
+    float attended = 0;
     for (index_t i = 0; i < result.count; ++i) {
       const float weight = memory.logits[std::size_t(r * stride + out[i] / page)];
-      if (out[i] >= run.begin && out[i] < run.end && weight == weight) held += weight;
+      if (out[i] >= run.begin && out[i] < run.end && weight == weight) attended += weight;
     }
-    mass[r] = (std::min)(held, 1.0f);
+    mass[r] = (std::min)(attended, 1.0f);
   }
   offset_t columns = 0;
   for (std::size_t i = 0; i < query.channels.size(); ++i) columns += page == 1 ? 1 : query.lower[i] + query.upper[i];

@@ -14,8 +14,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Scores every block of every segment of a head, chooses of all of them at once, and adds the tokens that are not
-/// packed. The means lie in the segments; nothing is kept here.
+/// Scores every block of every segment of a head, chooses among all of them at once, and adds the tokens that are not
+/// packed. The segments have the means; the reader itself stores nothing.
 template <class Recipe>
 class block_mean_reader {
   using layout = typename Recipe::layout_type;
@@ -54,8 +54,8 @@ class block_mean_reader {
         bytes += score(all, queries, policies.read.scorer, h, with);
         with.taken.resize(with.scores.size());
         const index_t taken =
-            policies.read.selector.take(with.scores.data(), with.sizes.data(), index_t(with.scores.size()),
-                                        policies.read.tokens, with.taken.data(), with.top_k);
+            policies.read.selector.choose_blocks(with.scores.data(), with.sizes.data(), index_t(with.scores.size()),
+                                                 policies.read.tokens, with.taken.data(), with.top_k);
         for (index_t i = 0; i < taken; ++i) {
           const auto block = std::size_t(with.taken[std::size_t(i)]);
           for (index_t slot = 0; slot < with.sizes[block]; ++slot) out[count++] = with.begins[block] + slot;
@@ -78,7 +78,7 @@ class block_mean_reader {
     top_k_scratch top_k;
   };
 
-  /// Scores and places of the blocks of a head. Returns the bytes of means and key bases that this read.
+  /// Scores and slots of the blocks of a head. Returns the bytes of means and key bases that this read.
   template <class Q>
   static offset_t score(const packed_view<layout>& all, const query_rows<Q>& queries, const block_mean& scorer,
                         index_t head, memory& with) {

@@ -15,8 +15,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Holds, of every place, the sum of each segment's keys by kv_head, and of the answer's segment that is being written
-/// the sum of its queries. Its views are `segmented_view`s.
+/// Has, for every (layer, sequence), the sum of each segment's keys by kv_head, and the sum of the queries of the
+/// answer's last segment. Its views are `segmented_view`s.
 template <class Recipe>
 class segment_reader {
   static constexpr int k_dim = Recipe::layout_type::k_dim;
@@ -24,30 +24,30 @@ class segment_reader {
  public:
   explicit segment_reader(const model_shape& shape) : heads_(std::size_t(shape.kv_heads)) {}
 
-  void open(std::size_t at) {
-    while (places_.size() <= at) places_.push_back({host_vector<head_index>(heads_), {}, {}});
-    clear(at);
+  void open(std::size_t index) {
+    while (entries_.size() <= index) entries_.push_back({host_vector<head_index>(heads_), {}, {}});
+    clear(index);
   }
-  void clear(std::size_t at) {
-    forget(at);
-    places_[at].before.clear();
-    places_[at].now.clear();
+  void clear(std::size_t index) {
+    forget(index);
+    entries_[index].previous.clear();
+    entries_[index].current.clear();
   }
-  void copy(std::size_t from, std::size_t to) { places_[to] = places_[from]; }
-  /// What was said stays: a step that came to nothing is known by where the next one begins.
-  void forget(std::size_t at) {
-    for (head_index& keys : places_[at].heads) keys.clear();
+  void copy(std::size_t source, std::size_t target) { entries_[target] = entries_[source]; }
+  /// Keeps the sums of queries: the position of the next step tells whether the last step failed.
+  void forget(std::size_t index) {
+    for (head_index& keys : entries_[index].heads) keys.clear();
   }
 
   template <class View>
-  void refresh(std::size_t at, const View& view, const planned<Recipe>&, bool moved) {
-    if (moved) forget(at);
-    append(at, view, 0);
+  void refresh(std::size_t index, const View& view, const planned<Recipe>&, bool moved) {
+    if (moved) forget(index);
+    append(index, view, 0);
   }
   template <class View>
-  void append(std::size_t at, const View& view, index_t) {
+  void append(std::size_t index, const View& view, index_t) {
     for (index_t h = 0; h < view.kv_heads; ++h) {
-      head_index& keys = places_[at].heads[std::size_t(h)];
+      head_index& keys = entries_[index].heads[std::size_t(h)];
       for (; keys.slots < view.length(0, h); ++keys.slots) {
         const index_t segment = view.segment(h, keys.slots);
         if (keys.runs.empty() || keys.runs.back().segment != segment) {
@@ -63,30 +63,31 @@ class segment_reader {
   }
 
   template <class View, class Q>
-  offset_t choose(std::size_t at, const View& all, const query_rows<Q>& queries, const logit_rule& rule,
+  offset_t choose(std::size_t index, const View& all, const query_rows<Q>& queries, const logit_rule& rule,
                   const planned<Recipe>& policies, selection& chosen, executor& workers) {
-    place& here = places_[at];
+    entry& here = entries_[index];
     const auto& policy = policies.read;
     const index_t tokens = queries.q.tokens;
     listen(here, queries, all.kv_heads);
     (*workspaces_).resize((std::max)((*workspaces_).size(), std::size_t(workers.threads())));
     offset_t bytes = 0, work = 0;
-    const bool whole = here.now.tokens <= policy.scorer.whole;
+    const bool whole = here.current.tokens <= policy.scorer.whole;
     for (const head_index& keys : here.heads) {
       if (!whole) bytes += offset_t(keys.sums.size() * sizeof(float));
       work += keys.slots + offset_t(keys.sums.size());
     }
-    // A step of several tokens reads them all, so that each of them sees something.
-    const index_t own = tokens > 1 ? tokens : 0, tail = (std::max)(policy.scorer.protected_tail(policy.tokens), own);
-    const index_t keep = (std::max)(policy.tokens, own);
-    const float scale = rule.scale_for(k_dim) / float(here.now.tokens);
+    // A step of several tokens reads them all, so that each of them sees a key.
+    const index_t step = tokens > 1 ? tokens : 0, tail = (std::max)(policy.scorer.protected_tail(policy.tokens), step);
+    const index_t keep = (std::max)(policy.tokens, step);
+    const float scale = rule.scale_for(k_dim) / float(here.current.tokens);
     workers.for_each(
         all.kv_heads,
         [&](index_t h, int worker) {
           auto& [scores, top_k] = (*workspaces_)[std::size_t(worker)];
           const index_t n = all.length(0, h);
           scores.assign(std::size_t(n), 0.0f);
-          if (!whole) score(here.heads[std::size_t(h)], here.now.sums.data() + h * k_dim, scale, policy.scorer, scores);
+          if (!whole)
+            score(here.heads[std::size_t(h)], here.current.sums.data() + h * k_dim, scale, policy.scorer, scores);
           chosen.counts[std::size_t(h)] =
               choose_slots(policy.selector, scores.data(), n, whole ? n : tail, whole ? n : keep, chosen.row(h), top_k);
         },
@@ -97,12 +98,12 @@ class segment_reader {
   template <class... Any>
   void complete(const Any&...) {}
 
-  /// Means need no list: only what is attended is looked up in it.
+  /// Means read no list: of the list only the attended slots are read.
   offset_t list_bytes(std::size_t, index_t, index_t count) const { return count * offset_t(sizeof(index_t)); }
   offset_t side_bytes() const { return 0; }
-  offset_t bytes(std::size_t at) const {
-    const place& here = places_[at];
-    offset_t total = offset_t((here.before.sums.capacity() + here.now.sums.capacity()) * sizeof(float));
+  offset_t bytes(std::size_t index) const {
+    const entry& here = entries_[index];
+    offset_t total = offset_t((here.previous.sums.capacity() + here.current.sums.capacity()) * sizeof(float));
     for (const head_index& keys : here.heads)
       total += offset_t(keys.runs.capacity() * sizeof(run) + keys.sums.capacity() * sizeof(float));
     return total;
@@ -134,29 +135,28 @@ class segment_reader {
       host_vector<float>().swap(sums);
     }
   };
-  struct place {
+  struct entry {
     host_vector<head_index> heads;
-    spoken before, now;  // up to the newest step, and with it
+    spoken previous, current;  // up to the newest step; with it
   };
 
-  /// Takes a step's queries in. A step that came to nothing is replaced by the one that begins where it did; one that
-  /// begins where nothing ended, behind a prompt, begins a segment of its own.
+  /// Adds a step's queries. A step that begins where the last one began replaces it: that one failed. A step that
+  /// begins where none ended, behind a prompt, begins a segment.
   template <class Q>
-  void listen(place& here, const query_rows<Q>& queries, index_t kv_heads) const {
+  void listen(entry& here, const query_rows<Q>& queries, index_t kv_heads) const {
     const index_t tokens = queries.q.tokens, first = queries.position(0, 0), group = queries.q.heads / kv_heads;
-    if (here.now.end == first) {
-      std::swap(here.before, here.now);
-      here.now.end = -1;
+    if (here.current.end == first) {
+      std::swap(here.previous, here.current);
+      here.current.end = -1;
     }
     const run& newest = here.heads.front().runs.back();
-    const index_t own =
-        (std::min)(tokens, here.heads.front().slots - newest.first);  // of the step, in the newest segment
-    const bool goes_on = here.before.end == first && here.before.segment == newest.segment;
-    spoken& now = here.now;
+    const index_t joined = (std::min)(tokens, here.heads.front().slots - newest.first);  // tokens of the newest segment
+    const bool goes_on = here.previous.end == first && here.previous.segment == newest.segment;
+    spoken& now = here.current;
     now.end = -1;
     now.sums.assign(std::size_t(kv_heads) * k_dim, 0.0f);
-    if (goes_on) std::copy(here.before.sums.begin(), here.before.sums.end(), now.sums.begin());
-    for (index_t t = tokens - own; t < tokens; ++t) {
+    if (goes_on) std::copy(here.previous.sums.begin(), here.previous.sums.end(), now.sums.begin());
+    for (index_t t = tokens - joined; t < tokens; ++t) {
       for (index_t head = 0; head < queries.q.heads; ++head) {
         const Q* q = queries.q.row(0, t, head);
         float* sum = now.sums.data() + head / group * k_dim;
@@ -164,11 +164,11 @@ class segment_reader {
       }
     }
     now.segment = newest.segment;
-    now.tokens = own + (goes_on ? here.before.tokens : 0);
+    now.tokens = joined + (goes_on ? here.previous.tokens : 0);
     now.end = first + tokens;
   }
 
-  /// Every slot gets its segment's score.
+  /// Writes the score of its segment to every slot.
   template <class Scorer>
   static void score(const head_index& keys, const float* query, float scale, const Scorer& scorer,
                     host_vector<float>& scores) {
@@ -176,8 +176,8 @@ class segment_reader {
       const index_t first = keys.runs[r].first, end = r + 1 < keys.runs.size() ? keys.runs[r + 1].first : keys.slots;
       float dot = 0;
       for (int d = 0; d < k_dim; ++d) dot += query[d] * keys.sums[r * k_dim + std::size_t(d)];
-      const float own = scorer.weigh(scale * dot / float(end - first), 0);
-      std::fill(scores.begin() + first, scores.begin() + end, own);
+      const float score = scorer.weigh(scale * dot / float(end - first), 0);
+      std::fill(scores.begin() + first, scores.begin() + end, score);
     }
     std::fill_n(scores.begin(), (std::min<std::size_t>)(scores.size(), std::size_t(scorer.start)), infinity);
   }
@@ -188,7 +188,7 @@ class segment_reader {
   };
 
   std::size_t heads_;
-  host_vector<place> places_;
+  host_vector<entry> entries_;
   scratch<host_vector<workspace>> workspaces_;
 };
 

@@ -1,4 +1,4 @@
-// A view whose slots say which segment of the text they belong to.
+// A view with the segments of its slots.
 #pragma once
 
 #include "../../../../core/stored/slot_column.hpp"
@@ -13,7 +13,7 @@ struct segmented_view : View {
   const candidates* chosen = nullptr;   // which of the stored slots are the view's; null: they are the same
 
   index_t segment(index_t head, index_t slot) const {
-    return segments.at(0, head, this->kv_heads, chosen ? chosen->row(head)[slot] : slot);
+    return segments.entry(0, head, this->kv_heads, chosen ? chosen->row(head)[slot] : slot);
   }
 };
 

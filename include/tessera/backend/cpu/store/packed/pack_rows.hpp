@@ -32,15 +32,14 @@ class side_packer {
     }
   }
 
-  /// Calls take(i, row, given) for rows first, ... in the basis; row [D], 0 behind the channels, given [D] as it was
-  /// loaded.
-  template <class Take>
-  void for_each_rotated(const float* basis, const packed_format& format, const Take& take) {
+  /// Calls visit(i, row, given) for every row: row [D] in the basis, with 0 behind the channels; given [D] as loaded.
+  template <class Visit>
+  void for_each_rotated(const float* basis, const packed_format& format, const Visit& visit) {
     for (index_t first = 0; first < count_; first += packed_at_once) {
       const int rows = int((std::min<index_t>)(packed_at_once, count_ - first));
       for (int r = 0; r < rows; ++r) load_(first + r, given_.data() + r * D);
-      rotate_rows<D>(given_.data(), rows, basis, format.channels, turned_.data(), held_.data());
-      for (int r = 0; r < rows; ++r) take(first + r, held_.data() + r * D, given_.data() + r * D);
+      rotate_rows<D>(given_.data(), rows, basis, format.channels, turned_.data(), rotated_.data());
+      for (int r = 0; r < rows; ++r) visit(first + r, rotated_.data() + r * D, given_.data() + r * D);
     }
   }
 
@@ -49,18 +48,18 @@ class side_packer {
   void order_channels(const Channels& channels, const packed_format& format, float* basis) {
     const host_vector<index_t> order = order_of_channels(channels, format, count_, [&](index_t i) {
       load_(i, given_.data());
-      rotate_rows<D>(given_.data(), 1, basis, format.channels, turned_.data(), held_.data());
-      return held_.data();
+      rotate_rows<D>(given_.data(), 1, basis, format.channels, turned_.data(), rotated_.data());
+      return rotated_.data();
     });
-    const host_vector<float> before(basis, basis + offset_t(format.channels) * D);
+    const host_vector<float> unordered(basis, basis + offset_t(format.channels) * D);
     for (index_t c = 0; c < format.channels; ++c) {
-      std::copy_n(before.data() + offset_t(order[std::size_t(c)]) * D, D, basis + offset_t(c) * D);
+      std::copy_n(unordered.data() + offset_t(order[std::size_t(c)]) * D, D, basis + offset_t(c) * D);
     }
   }
 
   index_t count_;
   const Load& load_;
-  host_vector<float> given_ = host_vector<float>(packed_at_once * D), held_ = given_,
+  host_vector<float> given_ = host_vector<float>(packed_at_once * D), rotated_ = given_,
                      turned_ = host_vector<float>(D * D);
 };
 
@@ -71,7 +70,7 @@ side_packer<D, Load> pack_side(index_t count, const Load& load) {
 
 }  // namespace detail
 
-/// Makes segments of rows that `load_key` and `load_value` give: of the whole rows of a packing layout's view, for one.
+/// Makes segments of rows that `load_key` and `load_value` read, such as the whole rows of a packing layout's view.
 template <packing_layout Layout, class From = typename packed_view<Layout>::whole_view>
 class row_packer {
   using rows_type = typename Layout::rows_type;
@@ -84,10 +83,10 @@ class row_packer {
   /// Whole rows of every kv_head, ascending.
   using row_lists = host_vector<host_vector<index_t>>;
 
-  row_packer(const rows_type& rows, index_t block, const From& from, index_t layer, executor& workers)
+  row_packer(const rows_type& rows, index_t block, const From& source, index_t layer, executor& workers)
       : rows_(rows),
         format_{rows.key_format(), rows.value_format(), block},
-        from_(from),
+        source_(source),
         layer_(layer),
         workers_(workers) {}
 
@@ -95,7 +94,7 @@ class row_packer {
   /// Errors   a second moment with NaN or infinity: tessera::error.
   std::shared_ptr<segment_type> in_own_basis(const row_lists& lists, const query_squares& queries) const {
     auto basis = std::make_shared<segment_basis>();
-    const index_t heads = from_.kv_heads;
+    const index_t heads = source_.kv_heads;
     if constexpr (rows_type::basis_type::rotates) {
       basis->k.resize(std::size_t(heads) * std::size_t(format_.k.channels) * k_dim);
       basis->v.resize(std::size_t(heads) * std::size_t(format_.v.channels) * v_dim);
@@ -114,9 +113,9 @@ class row_packer {
             .find_basis(rows_.value, format_.v, "values" + of,
                         basis->v.data() + offset_t(h) * format_.v.channels * v_dim);
       }
-      const double* asked = queries.empty() ? nullptr : queries.data() + offset_t(h) * k_dim;
+      const double* squares = queries.empty() ? nullptr : queries.data() + offset_t(h) * k_dim;
       if constexpr (!key_bits) {
-        choose_set<k_dim>(rows_.key, format_.k, h, keys, count, asked, basis->k, basis->k_set);
+        choose_set<k_dim>(rows_.key, format_.k, h, keys, count, squares, basis->k, basis->k_set);
       }
       if constexpr (!value_bits) {
         choose_set<v_dim>(rows_.value, format_.v, h, values, count, nullptr, basis->v, basis->v_set);
@@ -127,33 +126,33 @@ class row_packer {
     return made;
   }
 
-  /// A segment of these rows in another one's basis and format.
+  /// A segment of these rows in another segment's basis and format.
   std::shared_ptr<segment_type> as_in(const segment_type& other, const row_lists& lists) const {
-    auto made = std::make_shared<segment_type>(other.format, other.basis, from_.kv_heads);
+    auto made = std::make_shared<segment_type>(other.format, other.basis, source_.kv_heads);
     add(lists, *made);
     return made;
   }
 
-  /// Makes the means of a head's blocks anew from `first` on, of what is stored of their rows.
-  static void mean_again(const rows_type& rows, segment_type& of, index_t head, index_t first) {
+  /// Computes the means of a head's blocks from `first` on, from the stored elements of their rows.
+  static void recompute_means(const rows_type& rows, segment_type& segment, index_t head, index_t first) {
     alignas(64) float row[k_dim];
     float sum[k_dim] = {};
-    const index_t count = of.lengths[std::size_t(head)];
-    for (index_t i = first * of.format.block; i < count; ++i) {
-      of.unpack_key(head, i, row);
-      add_to_mean(rows.key, of, head, i, count, row, sum);
+    const index_t count = segment.lengths[std::size_t(head)];
+    for (index_t i = first * segment.format.block; i < count; ++i) {
+      segment.unpack_key(head, i, row);
+      add_to_mean(rows.key, segment, head, i, count, row, sum);
     }
   }
 
  private:
   auto load_keys_of(const row_lists& lists, index_t head) const {
-    return [this, &lists, head](index_t i, float* to) {
-      load_key(from_, 0, head, lists[std::size_t(head)][std::size_t(i)], to);
+    return [this, &lists, head](index_t i, float* row) {
+      load_key(source_, 0, head, lists[std::size_t(head)][std::size_t(i)], row);
     };
   }
   auto load_values_of(const row_lists& lists, index_t head) const {
-    return [this, &lists, head](index_t i, float* to) {
-      load_value(from_, 0, head, lists[std::size_t(head)][std::size_t(i)], to);
+    return [this, &lists, head](index_t i, float* row) {
+      load_value(source_, 0, head, lists[std::size_t(head)][std::size_t(i)], row);
     };
   }
 
@@ -172,77 +171,81 @@ class row_packer {
   }
 
   /// Fills an empty segment.
-  void add(const row_lists& lists, segment_type& to) const {
+  void add(const row_lists& lists, segment_type& target) const {
     host_vector<index_t> counts;
     for (const auto& list : lists) counts.push_back(index_t(list.size()));
-    to.rows.reserve(to.lengths, counts, false);
-    to.means.reserve(to.lengths, to.blocks_of(counts), false);
-    workers_.for_each(from_.kv_heads, [&](index_t h, int) {
+    target.rows.reserve(target.lengths, counts, false);
+    target.means.reserve(target.lengths, target.blocks_of(counts), false);
+    workers_.for_each(source_.kv_heads, [&](index_t h, int) {
       const index_t count = counts[std::size_t(h)];
       float sum[k_dim] = {};
       const auto keys = load_keys_of(lists, h);
       detail::pack_side<k_dim>(count, keys)
-          .for_each_rotated(to.k_basis(h, k_dim), to.format.k, [&](index_t i, const float* row, const float* given) {
-            const std::uint8_t* bits = pack<k_values>(rows_.key, to.format.k, row, h, i, to.rows, to.basis->k_set);
-            note_loss(to.format.k, row, given, k_dim, bits, to.losses[std::size_t(h)]);
-            if (to.format.block > 0) add_to_mean(rows_.key, to, h, i, count, row, sum);
-          });
+          .for_each_rotated(
+              target.k_basis(h, k_dim), target.format.k, [&](index_t i, const float* row, const float* given) {
+                const std::uint8_t* bits =
+                    pack<k_values>(rows_.key, target.format.k, row, h, i, target.rows, target.basis->k_set);
+                note_loss(target.format.k, row, given, k_dim, bits, target.losses[std::size_t(h)]);
+                if (target.format.block > 0) add_to_mean(rows_.key, target, h, i, count, row, sum);
+              });
       const auto values = load_values_of(lists, h);
       detail::pack_side<v_dim>(count, values)
-          .for_each_rotated(to.v_basis(h, v_dim), to.format.v, [&](index_t i, const float* row, const float* given) {
-            const std::uint8_t* bits = pack<v_values>(rows_.value, to.format.v, row, h, i, to.rows, to.basis->v_set);
-            note_loss(to.format.v, row, given, v_dim, bits, to.losses[std::size_t(h)]);
-          });
+          .for_each_rotated(
+              target.v_basis(h, v_dim), target.format.v, [&](index_t i, const float* row, const float* given) {
+                const std::uint8_t* bits =
+                    pack<v_values>(rows_.value, target.format.v, row, h, i, target.rows, target.basis->v_set);
+                note_loss(target.format.v, row, given, v_dim, bits, target.losses[std::size_t(h)]);
+              });
     });
-    to.lengths = counts;
+    target.lengths = counts;
   }
 
-  /// The mean key of a block is that of rows before anything of them was left out; then it is packed as they are.
+  /// The mean key of a block is the mean of its unpacked rows, which is then packed as they are.
   template <class Channels>
-  static void add_to_mean(const Channels& channels, segment_type& to, index_t head, index_t i, index_t count,
+  static void add_to_mean(const Channels& channels, segment_type& target, index_t head, index_t i, index_t count,
                           const float* row, float* sum) {
-    for (index_t c = 0; c < to.format.k.channels; ++c) sum[c] += row[c];
-    const index_t in_block = i % to.format.block + 1;
-    if (in_block < to.format.block && i + 1 < count) return;
-    for (index_t c = 0; c < to.format.k.channels; ++c) sum[c] /= float(in_block);
-    pack<k_values>(channels, to.format.k, sum, head, i / to.format.block, to.means, to.basis->k_set);
+    for (index_t c = 0; c < target.format.k.channels; ++c) sum[c] += row[c];
+    const index_t in_block = i % target.format.block + 1;
+    if (in_block < target.format.block && i + 1 < count) return;
+    for (index_t c = 0; c < target.format.k.channels; ++c) sum[c] /= float(in_block);
+    pack<k_values>(channels, target.format.k, sum, head, i / target.format.block, target.means, target.basis->k_set);
     std::fill_n(sum, k_dim, 0.0f);
   }
 
-  /// Returns the row's bits, where they lie now.
+  /// Packs a row. Returns the address of its bits.
   template <packed_plane Values, class Channels, class Memory>
   static const std::uint8_t* pack(const Channels& channels, const packed_format& format, const float* row, index_t head,
-                                  index_t place, Memory& to, const host_vector<std::uint8_t>& set) {
+                                  index_t index, Memory& memory, const host_vector<std::uint8_t>& set) {
     constexpr auto bits_plane = Values == k_values ? k_bits : v_bits;
     constexpr auto scale_plane = Values == k_values ? k_scales : v_scales;
     const std::uint8_t* bits = nullptr;
     if constexpr (vector_channels<Channels>) {
-      auto* own = reinterpret_cast<std::uint8_t*>(to.at(bits_plane, head, place));
-      channels.choose(row, format, own);
-      bits = own;
+      auto* row_bits = reinterpret_cast<std::uint8_t*>(memory.address(bits_plane, head, index));
+      channels.choose(row, format, row_bits);
+      bits = row_bits;
     } else {
-      bits = set.data() + offset_t(head) * format.set_bytes();  // one for all vectors of a head
+      bits = set.data() + offset_t(head) * format.set_bytes();  // shared by all vectors of a head
     }
-    const float scale = pack_row(format, row, bits, to.at(Values, head, place));
-    if (format.scaled()) tessera::detail::put<float>(to.at(scale_plane, head, place), 0, scale);
+    const float scale = pack_row(format, row, bits, memory.address(Values, head, index));
+    if (format.scaled()) tessera::detail::store_value<float>(memory.address(scale_plane, head, index), 0, scale);
     return bits;
   }
 
-  /// Half of what a vector loses: a token's loss is the mean of K's and V's.
+  /// Adds half of a vector's loss: the loss of a token is the mean of K's and V's.
   static void note_loss(const packed_format& format, const float* row, const float* given, int dim,
                         const std::uint8_t* bits, double& loss) {
     if constexpr (rows_type::strategy_type::searches) {
       double all = 0, stays = 0;
       for (int d = 0; d < dim; ++d) all += double(given[d]) * double(given[d]);
-      tessera::detail::for_each_kept(format, bits,
-                                     [&](index_t c, index_t) { stays += double(row[c]) * double(row[c]); });
+      tessera::detail::for_each_stored(format, bits,
+                                       [&](index_t c, index_t) { stays += double(row[c]) * double(row[c]); });
       loss += 0.5 * (std::max)(0.0, all - stays) / (all + 1e-12);
     }
   }
 
   const rows_type& rows_;
   segment_format format_;
-  const From& from_;
+  const From& source_;
   index_t layer_;
   executor& workers_;
 };

@@ -24,15 +24,15 @@ inline offset_t row_bytes(const plane_bytes& planes) {
   return total;
 }
 
-/// Rows of every kv_head of one segment; specialised by placement. Lengths are the caller's; a copy is independent.
+/// Rows of every kv_head of one segment; specialised by placement. The caller has the lengths; a copy is independent.
 ///   packed_memory(planes, kv_heads)
-///   reserve(lengths, rows, more)    room for rows[h] rows of head h, of which the first lengths[h] are there, and,
-///                                   where rows have to move for it and `more` will come, for some to spare; as before
-///                                   when memory runs out
-///   at(plane, head, row)            the first byte of a row in a plane
-///   shrink(lengths)                 gives back what these do not need, once that is worth it and there is memory to do
-///                                   so
-///   bytes()                         what is allocated
+///   reserve(lengths, rows, more)    memory for rows[h] rows of head h, of which the first lengths[h] are stored. Where
+///                                   rows must move for it and `more` will come, some spare rows too. Unchanged when
+///                                   memory runs out
+///   address(plane, head, row)       the first byte of a row in a plane
+///   shrink(lengths)                 releases memory that these do not need, if it is worth it and there is memory for
+///                                   the smaller copy
+///   bytes()                         allocated bytes
 template <class Placement>
 class packed_memory {
   static_assert(
@@ -49,19 +49,19 @@ class packed_memory<runs> {
       : planes_(planes), begins_(std::size_t(kv_heads), 0), capacities_(std::size_t(kv_heads), 0) {}
 
   void reserve(const host_vector<index_t>& lengths, host_vector<index_t> rows, bool more) {
-    bool room = true;
-    for (std::size_t h = 0; h < rows.size(); ++h) room &= rows[h] <= capacities_[h];
-    if (room) return;
+    bool fits = true;
+    for (std::size_t h = 0; h < rows.size(); ++h) fits &= rows[h] <= capacities_[h];
+    if (fits) return;
     for (index_t& count : rows) count += more ? spare_room(count) : 0;
     move(lengths, rows);
   }
-  std::byte* at(packed_plane plane, index_t head, index_t row) {
-    return const_cast<std::byte*>(std::as_const(*this).at(plane, head, row));
+  std::byte* address(packed_plane plane, index_t head, index_t row) {
+    return const_cast<std::byte*>(std::as_const(*this).address(plane, head, row));
   }
-  const std::byte* at(packed_plane plane, index_t head, index_t row) const {
-    offset_t before = 0;
-    for (int p = 0; p < plane; ++p) before += planes_[std::size_t(p)];
-    return data_.data() + before * total_ + (begins_[std::size_t(head)] + row) * planes_[std::size_t(plane)];
+  const std::byte* address(packed_plane plane, index_t head, index_t row) const {
+    offset_t offset = 0;
+    for (int p = 0; p < plane; ++p) offset += planes_[std::size_t(p)];
+    return data_.data() + offset * total_ + (begins_[std::size_t(head)] + row) * planes_[std::size_t(plane)];
   }
   void shrink(const host_vector<index_t>& lengths) {
     offset_t used = 0;
@@ -76,31 +76,31 @@ class packed_memory<runs> {
 
  private:
   void move(const host_vector<index_t>& lengths, const host_vector<index_t>& rows) {
-    packed_memory fresh(planes_, index_t(begins_.size()));
+    packed_memory target(planes_, index_t(begins_.size()));
     for (std::size_t h = 0; h < rows.size(); ++h) {
-      fresh.begins_[h] = fresh.total_;
-      fresh.capacities_[h] = rows[h];
-      fresh.total_ += rows[h];
+      target.begins_[h] = target.total_;
+      target.capacities_[h] = rows[h];
+      target.total_ += rows[h];
     }
-    fresh.data_.resize(std::size_t(fresh.total_ * row_bytes(planes_)));
+    target.data_.resize(std::size_t(target.total_ * row_bytes(planes_)));
     for (int p = 0; p < packed_planes; ++p) {
       for (std::size_t h = 0; h < rows.size(); ++h) {
         const auto plane = packed_plane(p);
         const std::size_t bytes = std::size_t(lengths[h]) * std::size_t(planes_[std::size_t(p)]);
-        if (bytes > 0) std::copy_n(at(plane, index_t(h), 0), bytes, fresh.at(plane, index_t(h), 0));
+        if (bytes > 0) std::copy_n(address(plane, index_t(h), 0), bytes, target.address(plane, index_t(h), 0));
       }
     }
-    *this = std::move(fresh);
+    *this = std::move(target);
   }
 
   plane_bytes planes_{};
-  offset_t total_ = 0;  // rows of all heads that there is room for
+  offset_t total_ = 0;  // capacity in rows of all heads
   host_vector<offset_t> begins_;
   host_vector<index_t> capacities_;
   host_vector<std::byte> data_;
 };
 
-/// Pages of `Page` rows of all kv_heads: rows that join move nothing.
+/// Pages of `Page` rows of all kv_heads: appended rows move nothing.
 template <int Page>
 class packed_memory<fixed_pages<Page>> {
  public:
@@ -112,13 +112,13 @@ class packed_memory<fixed_pages<Page>> {
     pages_.reserve(wanted);
     while (pages_.size() < wanted) pages_.emplace_back(std::size_t(Page * heads_ * row_bytes(planes_)));
   }
-  std::byte* at(packed_plane plane, index_t head, index_t row) {
-    return const_cast<std::byte*>(std::as_const(*this).at(plane, head, row));
+  std::byte* address(packed_plane plane, index_t head, index_t row) {
+    return const_cast<std::byte*>(std::as_const(*this).address(plane, head, row));
   }
-  const std::byte* at(packed_plane plane, index_t head, index_t row) const {
-    offset_t before = 0;
-    for (int p = 0; p < plane; ++p) before += planes_[std::size_t(p)];
-    return pages_[std::size_t(row / Page)].data() + before * Page * heads_ +
+  const std::byte* address(packed_plane plane, index_t head, index_t row) const {
+    offset_t offset = 0;
+    for (int p = 0; p < plane; ++p) offset += planes_[std::size_t(p)];
+    return pages_[std::size_t(row / Page)].data() + offset * Page * heads_ +
            (offset_t(head) * Page + row % Page) * planes_[std::size_t(plane)];
   }
   void shrink(const host_vector<index_t>& lengths) { pages_.resize((std::min)(pages_.size(), pages_of(lengths))); }

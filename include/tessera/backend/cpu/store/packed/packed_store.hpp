@@ -16,9 +16,9 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Answers as the plain store does. New tokens are whole rows; `plan_packing` makes segments of what is due,
-/// `commit_packing` puts them in place. Segments that another sequence, or copy of the store, holds too are never
-/// written to.
+/// Has the calls of the plain store. New tokens are whole rows. `plan_packing` makes segments of the rows that are due,
+/// `commit_packing` replaces the rows by them. Segments that another sequence, or copy of the store, shares are never
+/// written.
 template <packing_layout Layout>
 class kv_store<Layout> {
   using rows_type = typename Layout::rows_type;
@@ -72,18 +72,18 @@ class kv_store<Layout> {
       stored.beside.clear();
       host_vector<segment_pointer>().swap(stored.segments);
       stored.pending.reset();
-      stored.asked = {};
+      stored.window_queries = {};
       stored.prompt_tokens = 0;
     }
   }
 
-  /// As the plain store's; segments are shared.
-  void copy(index_t from, index_t to) {
+  /// Copies a sequence as the plain store does; segments are shared.
+  void copy(index_t source, index_t target) {
     for (index_t layer = 0; layer < order_.layers; ++layer) {
-      whole_.copy(order_.index({layer, from}), order_.index({layer, to}));
-      stored_[sequence_layer{layer, to}] = stored_[sequence_layer{layer, from}];
+      whole_.copy(order_.index({layer, source}), order_.index({layer, target}));
+      stored_[sequence_layer{layer, target}] = stored_[sequence_layer{layer, source}];
     }
-    searches_.copy(from, to);
+    searches_.copy(source, target);
   }
 
   view_type view(sequence_layer owner) {
@@ -113,8 +113,8 @@ class kv_store<Layout> {
     for (index_t& length : stored.lengths) length += k.tokens;
     for (index_t& length : stored.whole) length += k.tokens;
   }
-  /// Takes in `tokens` tokens of a turn's prompt that have been appended, and the last queries, by which rows may be
-  /// packed. What that needs is taken before, by `plan_observation`.
+  /// `observe_prompt` counts `tokens` appended tokens of a turn's prompt, and keeps the squares of its last queries, by
+  /// which channels are chosen. `plan_observation` allocates their memory first.
   template <class E>
   void plan_observation(sequence_layer owner, const rows_view<const E>& q) {
     if constexpr (Layout::window > 0) stored_[owner].asked.reserve(q, heads_, Layout::k_dim, Layout::window);
@@ -122,12 +122,11 @@ class kv_store<Layout> {
   template <class E>
   void observe_prompt(sequence_layer owner, const rows_view<const E>& q, index_t tokens) {
     stored_tokens& stored = stored_[owner];
-    if constexpr (Layout::window > 0) stored.asked.add(q, heads_, Layout::k_dim, Layout::window);
+    if constexpr (Layout::window > 0) stored.window_queries.add(q, heads_, Layout::k_dim, Layout::window);
     stored.prompt_tokens += tokens;
   }
 
-  /// Takes back what was appended at `first_position` and after it, none of which is packed, and what was prepared.
-  /// Needs no memory.
+  /// Removes tokens from `first_position` on, none of which is packed, and forgets plans. Needs no memory.
   void abandon(sequence_layer owner, index_t first_position) {
     stored_tokens& stored = stored_[owner];
     stored.pending.reset();
@@ -142,17 +141,17 @@ class kv_store<Layout> {
   void plan_keep(sequence_layer owner) {
     stored_tokens& stored = stored_[owner];
     stored.beside.plan_keep(stored.lengths);
-    for (segment_pointer& segment : stored.segments) make_own(segment);
-    stored.kept_whole.reset(stored.whole);
+    for (segment_pointer& segment : stored.segments) make_unique(segment);
+    stored.retained_rows.reset(stored.whole);
   }
 
-  /// As the plain store's; `plan_keep` comes first. Rows of a segment that stay move together; the mean of a
-  /// block whose rows are others now is that of what is left of them.
+  /// As the plain store's, after `plan_keep`. Rows of a segment that stay move together. The mean of a block whose rows
+  /// change is computed from their stored elements.
   bool keep(sequence_layer owner, const selection& chosen, executor& workers) {
     stored_tokens& stored = stored_[owner];
     if (chosen.counts == stored.lengths) return false;
     plan_keep(owner);
-    selection& whole = stored.kept_whole;
+    selection& whole = stored.retained_rows;
     bool loses = false;  // rows of segments
     for (index_t h = 0; h < heads_; ++h) {
       const index_t* slots = chosen.row(h);
@@ -174,39 +173,40 @@ class kv_store<Layout> {
     std::copy(whole.counts.begin(), whole.counts.end(), stored.whole.begin());
     std::copy(chosen.counts.begin(), chosen.counts.end(), stored.lengths.begin());
     for (const segment_pointer& segment : stored.segments) {
-      // the room behind its rows is wanted
+      // rows that join it need its spare memory
       if (stored.pending && stored.pending->joins && segment == stored.segments.back()) continue;
       segment->shrink();
     }
     return true;
   }
 
-  bool choose_newest(sequence_layer owner, index_t window, index_t fresh, selection& chosen) const {
-    return choose_newest_slots(stored_[owner].lengths, window, fresh, chosen);
+  bool choose_newest(sequence_layer owner, index_t window, index_t added, selection& chosen) const {
+    return choose_newest_slots(stored_[owner].lengths, window, added, chosen);
   }
 
-  /// Makes segments of what is due when a prompt, or a step, ends and `kept` (null: everything) stays. Nobody sees them
-  /// before `commit_packing`, which needs no memory.
+  /// Makes segments of the rows that are due at the end of a prompt, or of a step, among `retained` (null: all). They
+  /// are not visible before `commit_packing`, which needs no memory.
   /// Errors   rows that have no basis: tessera::error.
-  void plan_packing(sequence_layer owner, const selection* kept, bool prompt_ends, executor& workers) {
+  void plan_packing(sequence_layer owner, const selection* retained, bool prompt_ends, executor& workers) {
     stored_tokens& stored = stored_[owner];
     stored.pending.reset();
     searches_.forget_prepared(owner);
-    const row_lists due = due_rows(stored, kept, prompt_ends);
+    const row_lists due = due_rows(stored, retained, prompt_ends);
     index_t longest = 0;
     for (const auto& list : due) longest = (std::max)(longest, index_t(list.size()));
     if (longest == 0) {
       if (prompt_ends) stored.pending.emplace().prompt_ended = true;
       return;
     }
-    const auto from = whole_.view(order_.index(owner), stored.whole);
-    const row_packer<Layout> packer(rows_, with_.mean_block, from, owner.layer, workers);
+    const auto whole = whole_.view(order_.index(owner), stored.whole);
+    const row_packer<Layout> packer(rows_, with_.mean_block, whole, owner.layer, workers);
     packing made;
     made.prompt_ended = prompt_ends;
-    made.own = stored.segments.empty() || (prompt_ends && stored.prompt_tokens >= rows_type::own_segment_tokens);
+    made.in_own_basis =
+        stored.segments.empty() || (prompt_ends && stored.prompt_tokens >= rows_type::own_segment_tokens);
     for (const auto& list : due) made.counts.push_back(index_t(list.size()));
-    if (made.own) {
-      const query_squares queries = stored.asked.means(heads_, Layout::k_dim);
+    if (made.in_own_basis) {
+      const query_squares queries = stored.window_queries.means(heads_, Layout::k_dim);
       const index_t share = prompt_ends ? rows_.segment : longest;
       for (index_t first = 0; first < longest; first += share) {
         row_lists part;
@@ -214,39 +214,40 @@ class kv_store<Layout> {
           const auto begin = list.begin() + (std::min<offset_t>)(first, offset_t(list.size()));
           part.emplace_back(begin, list.begin() + (std::min<offset_t>)(offset_t(first) + share, offset_t(list.size())));
         }
-        made.fresh.push_back(packer.in_own_basis(part, queries));
+        made.segments.push_back(packer.in_own_basis(part, queries));
       }
     } else {
-      searches_.prepare(owner, from, due);
-      made.fresh.push_back(packer.as_in(searches_.like(owner, stored.segments), due));
-      made.joins = searches_.joins(owner, stored.segments) && whole_blocks(*stored.segments.back(), kept != nullptr);
+      searches_.prepare(owner, whole, due);
+      made.segments.push_back(packer.as_in(searches_.like(owner, stored.segments), due));
+      made.joins =
+          searches_.joins(owner, stored.segments) && whole_blocks(*stored.segments.back(), retained != nullptr);
       if (made.joins) {
         segment_pointer& last = stored.segments.back();
-        make_own(last);
+        make_unique(last);
         host_vector<index_t> wanted = last->lengths;
         for (std::size_t h = 0; h < wanted.size(); ++h) wanted[h] += made.counts[h];
         last->rows.reserve(last->lengths, wanted, true);
         last->means.reserve(last->blocks_of(last->lengths), last->blocks_of(wanted), true);
       }
     }
-    stored.segments.reserve(stored.segments.size() + made.fresh.size());
+    stored.segments.reserve(stored.segments.size() + made.segments.size());
     made.left.reset(stored.whole);
     stored.pending = std::move(made);
   }
 
-  /// Carries out what was prepared, behind `keep`.
+  /// Replaces rows by the planned segments, after `keep`.
   void commit_packing(sequence_layer owner, executor& workers) {
     stored_tokens& stored = stored_[owner];
     if (!stored.pending) return;
     packing& made = *stored.pending;
-    if (made.prompt_ended) stored.asked = {}, stored.prompt_tokens = 0;
-    if (made.fresh.empty()) return stored.pending.reset();
+    if (made.prompt_ended) stored.window_queries = {}, stored.prompt_tokens = 0;
+    if (made.segments.empty()) return stored.pending.reset();
     if (made.joins) {
-      join(*stored.segments.back(), *made.fresh.front());
+      join(*stored.segments.back(), *made.segments.front());
     } else {
-      for (segment_pointer& segment : made.fresh) stored.segments.push_back(std::move(segment));
+      for (segment_pointer& segment : made.segments) stored.segments.push_back(std::move(segment));
     }
-    searches_.packed(owner, stored.segments, made.own);
+    searches_.packed(owner, stored.segments, made.in_own_basis);
     for (index_t h = 0; h < heads_; ++h) {
       const index_t count = made.counts[std::size_t(h)];
       made.left.counts[std::size_t(h)] = stored.whole[std::size_t(h)] - count;
@@ -258,7 +259,7 @@ class kv_store<Layout> {
     stored.pending.reset();
   }
 
-  /// Between two steps: what a search has made of a segment takes its place, and a segment that has to end does.
+  /// Between two steps: replaces a segment by the result of its search, and ends a segment that is full.
   void settle(index_t id) {
     searches_.settle(
         id, [&](index_t layer) -> auto& {
@@ -268,7 +269,7 @@ class kv_store<Layout> {
   segment_searches<Layout>& searches() { return searches_; }
   const segment_searches<Layout>& searches() const { return searches_; }
 
-  /// As the plain store's; bases are included.
+  /// As the plain store's; bytes of bases are included.
   static constexpr offset_t token_bytes() { return 0; }
   offset_t uneven_bytes(const view_type& view, const selection_view* chosen) const {
     offset_t total = 0;
@@ -287,8 +288,8 @@ class kv_store<Layout> {
 
   offset_t bytes(sequence_layer owner) const {
     const stored_tokens& stored = stored_[owner];
-    offset_t total =
-        whole_.bytes(order_.index(owner)) + stored.beside.bytes() + stored.asked.bytes() + searches_.bytes(owner);
+    offset_t total = whole_.bytes(order_.index(owner)) + stored.beside.bytes() + stored.window_queries.bytes() +
+                     searches_.bytes(owner);
     const segment_basis* last = nullptr;  // segments that share a basis stand together
     for (const segment_pointer& segment : stored.segments) {
       total += segment->bytes() + (segment->basis.get() != last ? segment->basis->bytes() : 0);
@@ -298,14 +299,14 @@ class kv_store<Layout> {
   }
 
  private:
-  /// What becomes segments when it is put in place.
+  /// A plan: segments, and the rows that they replace.
   struct packing {
-    host_vector<segment_pointer> fresh;
-    host_vector<index_t> counts;  // whole rows of each head that they hold, the oldest
-    selection left;               // room for the others
-    bool joins = false;           // the last segment, instead of standing behind it
+    host_vector<segment_pointer> segments;
+    host_vector<index_t> counts;  // of each head, the oldest whole rows: those in the segments
+    selection left;               // the other rows
+    bool joins = false;           // joins the last segment instead of standing behind it
     bool prompt_ended = false;
-    bool own = false;  // in bases of their own
+    bool in_own_basis = false;
   };
   struct stored_tokens {
     stored_tokens() = default;
@@ -317,7 +318,7 @@ class kv_store<Layout> {
           whole(other.whole),
           beside(other.beside),
           segments(other.segments),
-          asked(other.asked),
+          window_queries(other.window_queries),
           prompt_tokens(other.prompt_tokens) {}
     stored_tokens(stored_tokens&&) noexcept = default;
     stored_tokens& operator=(stored_tokens&&) noexcept = default;
@@ -326,21 +327,21 @@ class kv_store<Layout> {
     host_vector<index_t> lengths, packed, whole;  // by kv_head; the first is the sum of the others
     columns beside;
     host_vector<segment_pointer> segments;
-    window_squares asked;
-    index_t prompt_tokens = 0;  // of the turn whose prompt goes on
+    window_squares window_queries;
+    index_t prompt_tokens = 0;  // of the present turn
     std::optional<packing> pending;
-    selection kept_whole;  // room for what `keep` keeps of the whole rows
+    selection retained_rows;  // whole rows that `keep` keeps
   };
 
-  /// Rows that are due, of those that stay, by kv_head: the oldest whole ones.
-  row_lists due_rows(const stored_tokens& stored, const selection* kept, bool prompt_ends) const {
+  /// Rows that are due, by kv_head: the oldest whole ones of those that stay.
+  row_lists due_rows(const stored_tokens& stored, const selection* retained, bool prompt_ends) const {
     row_lists due(std::size_t(heads_), host_vector<index_t>{});
     for (index_t h = 0; h < heads_; ++h) {
       host_vector<index_t>& list = due[std::size_t(h)];
       const index_t packed = stored.packed[std::size_t(h)];
-      if (kept) {
-        for (index_t i = 0; i < kept->counts[std::size_t(h)]; ++i) {
-          if (kept->row(h)[i] >= packed) list.push_back(kept->row(h)[i] - packed);
+      if (retained) {
+        for (index_t i = 0; i < retained->counts[std::size_t(h)]; ++i) {
+          if (retained->row(h)[i] >= packed) list.push_back(retained->row(h)[i] - packed);
         }
       } else {
         for (index_t i = 0; i < stored.whole[std::size_t(h)]; ++i) list.push_back(i);
@@ -352,25 +353,25 @@ class kv_store<Layout> {
     return due;
   }
 
-  /// Whether rows may join a segment: behind whole blocks only. Of a segment that loses rows first nobody knows.
+  /// Whether rows may join a segment: its blocks must be full, and it must not lose rows first.
   static bool whole_blocks(const segment_type& segment, bool loses_rows) {
     if (segment.format.block <= 1) return true;
     return !loses_rows && std::all_of(segment.lengths.begin(), segment.lengths.end(),
                                       [&](index_t length) { return length % segment.format.block == 0; });
   }
 
-  /// A segment that nobody else holds.
-  static void make_own(segment_pointer& segment) {
+  /// Makes the segment this store's alone.
+  static void make_unique(segment_pointer& segment) {
     if (segment.use_count() > 1) segment = std::make_shared<segment_type>(*segment);
   }
 
-  void join(segment_type& last, const segment_type& fresh) const {
+  void join(segment_type& last, const segment_type& added) const {
     for (index_t h = 0; h < heads_; ++h) {
       index_t& length = last.lengths[std::size_t(h)];
-      for (index_t block = 0; block < fresh.blocks(h); ++block) last.copy_mean(fresh, h, block, last.blocks(h) + block);
-      for (index_t row = 0; row < fresh.lengths[std::size_t(h)]; ++row) last.copy_row(fresh, h, row, length + row);
-      length += fresh.lengths[std::size_t(h)];
-      last.losses[std::size_t(h)] += fresh.losses[std::size_t(h)];
+      for (index_t block = 0; block < added.blocks(h); ++block) last.copy_mean(added, h, block, last.blocks(h) + block);
+      for (index_t row = 0; row < added.lengths[std::size_t(h)]; ++row) last.copy_row(added, h, row, length + row);
+      length += added.lengths[std::size_t(h)];
+      last.losses[std::size_t(h)] += added.losses[std::size_t(h)];
     }
   }
 
@@ -382,7 +383,8 @@ class kv_store<Layout> {
     for (index_t i = first; i < count; ++i) segment.copy_row(segment, head, slots[i] - begin, i);
     segment.losses[std::size_t(head)] *= double(count) / segment.lengths[std::size_t(head)];
     segment.lengths[std::size_t(head)] = count;
-    if (segment.format.block > 0) row_packer<Layout>::mean_again(rows_, segment, head, first / segment.format.block);
+    if (segment.format.block > 0)
+      row_packer<Layout>::recompute_means(rows_, segment, head, first / segment.format.block);
   }
 
   sequence_major order_;

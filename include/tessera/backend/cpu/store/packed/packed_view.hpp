@@ -1,4 +1,4 @@
-// A view of packed segments and of the rows behind them that are whole: one row of slots for every kv_head.
+// A view of packed segments and of the whole rows behind them: one row of slots for every kv_head.
 #pragma once
 
 #include <memory>
@@ -14,13 +14,13 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Where the rows of a packing layout lie that are not packed.
+/// The layout of the rows of a packing layout that are not packed.
 template <packing_layout Layout>
 using whole_layout = stored<typename Layout::rows_type::whole_rows, typename Layout::placement_type>;
 
-/// What one sequence stores of one layer: slots go through the segments in order, then through the whole rows. Kernels
-/// that load rows (`load_key`, `load_value`) get them unpacked, in the engine's basis; attention reads each segment in
-/// its own. With `slots`, a view of some of them only, as `filtered` is of a plain view.
+/// One layer of one sequence: slots of its segments in order, then its whole rows. `load_key` and `load_value` unpack
+/// rows to the engine's basis; attention reads each segment in its own basis. With `slots` it has only some of the
+/// slots, as `filtered` does for a plain view.
 template <packing_layout Layout>
 struct packed_view {
   using layout_type = Layout;
@@ -40,18 +40,18 @@ struct packed_view {
   const index_t* lengths = nullptr;  ///< [kv_heads]
   const index_t* positions = nullptr;
   const offset_t* position_begin = nullptr;
-  const index_t* slots = nullptr;  ///< of everything that is stored, where this is some of it
+  const index_t* slots = nullptr;  ///< stored slots of this view's slots; null: all are in it
   const offset_t* slot_begin = nullptr;
 
   index_t length(index_t, index_t head) const { return lengths[head]; }
   index_t position(index_t, index_t head, index_t slot) const {
     return positions ? positions[position_begin[head] + slot] : slot;
   }
-  /// A slot of this view as one of everything that is stored.
+  /// The stored slot of a slot of this view.
   index_t stored_slot(index_t head, index_t slot) const { return slots ? slots[slot_begin[head] + slot] : slot; }
 };
 
-/// A row of a segment, or of the whole rows, that a slot stands for.
+/// The row of a slot: of a segment, or of the whole rows.
 template <class Segment>
 struct found_row {
   const Segment* segment = nullptr;  ///< null: a whole row
@@ -71,7 +71,7 @@ found_row<typename packed_view<Layout>::segment_type> find_row(const packed_view
   return {};  // not reached: `packed` counts the segments' rows
 }
 
-/// to [k_dim] = the key of a slot in the engine's basis, 0 for what was not kept of it there.
+/// to [k_dim] = the key of a slot in the engine's basis, unpacked.
 template <class Layout>
 void load_key(const packed_view<Layout>& view, index_t sequence, index_t head, index_t slot, float* to) {
   constexpr int D = Layout::k_dim;
@@ -91,7 +91,7 @@ void load_value(const packed_view<Layout>& view, index_t sequence, index_t head,
   rotate_rows_back<D>(held, 1, segment->v_basis(head, D), segment->format.v.channels, to);
 }
 
-/// The same view of some slots alone: `slots` of head h begin at begins[h], `counts[h]` of them.
+/// The view with some of its slots: head h has the `counts[h]` slots from slots[begins[h]] on.
 template <class Layout>
 packed_view<Layout> view_of_slots(const packed_view<Layout>& all, const index_t* slots, const offset_t* begins,
                                   const index_t* counts, const index_t* positions) {

@@ -1,4 +1,4 @@
-// Rows as they were before they were packed, until a search has seen them.
+// Original rows of packed segments, kept until a search has read them.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ struct rows_before {
   }
 };
 
-/// Those of a segment, one behind the other, as a packer reads rows.
+/// The original rows of a segment, one part behind the other, as a packer reads rows.
 template <int D, int Dv>
 class rows_of_segment {
  public:

@@ -11,7 +11,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// The basis of a segment's vectors, and the bits that all rows of a head share. Segments may share it.
+/// The basis of a segment's vectors, and bits that all rows of a head share. Several segments may share a basis.
 struct segment_basis {
   host_vector<float> k, v;                 // [kv_heads, channels, dim]; empty: as the engine hands vectors over
   host_vector<std::uint8_t> k_set, v_set;  // [kv_heads, set_bytes]; empty: every row has bits
@@ -21,8 +21,8 @@ struct segment_basis {
   }
 };
 
-/// to [rows, D] = from [rows, D] in a basis [channels, D] (null: the same); the rest of each row is 0. What a row
-/// becomes does not depend on the others. `turned` [D, D] is scratch.
+/// to [rows, D] = from [rows, D] in a basis [channels, D] (null: unchanged), with 0 behind the channels. The result of
+/// a row does not depend on other rows. `turned` [D, D] is scratch.
 template <int D>
 void rotate_rows(const float* from, int rows, const float* basis, index_t channels, float* turned, float* to) {
   std::fill_n(to, rows * D, 0.0f);
@@ -36,7 +36,7 @@ void rotate_rows(const float* from, int rows, const float* basis, index_t channe
   }
   multiply_add<D>(from, D, turned, D, rows, D, to, D);
 }
-/// to [rows, D] = from [rows, D] back in the engine's basis.
+/// to [rows, D] = from [rows, D] rotated back to the engine's basis.
 template <int D>
 void rotate_rows_back(const float* from, int rows, const float* basis, index_t channels, float* to) {
   if (!basis) {
@@ -47,8 +47,7 @@ void rotate_rows_back(const float* from, int rows, const float* basis, index_t c
   multiply_add<D>(from, D, basis, D, rows, int(channels), to, D);
 }
 
-/// What a segment is made by: formats of its vectors, and the slots of a block whose mean key lies beside the rows (0:
-/// none).
+/// The format of a segment: of its vectors, and how many slots of a block have a mean key beside the rows (0: none).
 struct segment_format {
   packed_format k, v;
   index_t block = 0;
@@ -91,43 +90,44 @@ struct packed_segment {
     return of_head(basis->v, head, offset_t(format.v.channels) * dim);
   }
 
-  /// Elements of a row in the segment's basis: to [channels].
-  void unpack_key(index_t head, index_t row, float* to) const { unpack(rows, format.k, k_values, head, row, to); }
-  void unpack_value(index_t head, index_t row, float* to) const { unpack(rows, format.v, v_values, head, row, to); }
+  /// Writes the elements of a row in the segment's basis to `out` [channels].
+  void unpack_key(index_t head, index_t row, float* out) const { unpack(rows, format.k, k_values, head, row, out); }
+  void unpack_value(index_t head, index_t row, float* out) const { unpack(rows, format.v, v_values, head, row, out); }
   /// q [channels] . the mean key of a block.
   float mean_dot(index_t head, index_t block, const float* q) const {
-    return packed_dot(format.k, q, bits(means, format.k, k_values, head, block), means.at(k_values, head, block),
+    return packed_dot(format.k, q, bits(means, format.k, k_values, head, block), means.address(k_values, head, block),
                       scale(means, format.k, k_values, head, block));
   }
-  /// Bits of a row that has its own.
+  /// The bits of a row, where rows have bits of their own.
   const std::uint8_t* key_bits(index_t head, index_t row) const { return bits(rows, format.k, k_values, head, row); }
   const std::uint8_t* value_bits(index_t head, index_t row) const { return bits(rows, format.v, v_values, head, row); }
 
   /// Copies a row of another segment of this format and basis.
-  void copy_row(const packed_segment& from, index_t head, index_t row, index_t to) {
+  void copy_row(const packed_segment& other, index_t head, index_t row, index_t target_row) {
     const plane_bytes bytes = format.planes();
     for (int p = 0; p < packed_planes; ++p) {
       const auto plane = packed_plane(p);
       if (bytes[std::size_t(p)] == 0) continue;
-      const std::byte* source = from.rows.at(plane, head, row);
-      std::byte* target = rows.at(plane, head, to);
+      const std::byte* source = other.rows.address(plane, head, row);
+      std::byte* target = rows.address(plane, head, target_row);
       if (source != target) std::copy_n(source, bytes[std::size_t(p)], target);
     }
   }
-  void copy_mean(const packed_segment& from, index_t head, index_t block, index_t to) {
+  void copy_mean(const packed_segment& other, index_t head, index_t block, index_t target_block) {
     const plane_bytes bytes = format.mean_planes();
     for (const packed_plane plane : {k_values, k_bits, k_scales}) {
       if (bytes[std::size_t(plane)] == 0) continue;
-      std::copy_n(from.means.at(plane, head, block), bytes[std::size_t(plane)], means.at(plane, head, to));
+      std::copy_n(other.means.address(plane, head, block), bytes[std::size_t(plane)],
+                  means.address(plane, head, target_block));
     }
   }
 
-  /// Gives back what is not needed, where there is memory to do so.
+  /// Releases memory that is not needed, if there is memory for the smaller copy.
   void shrink() {
     rows.shrink(lengths);
     try {
       means.shrink(blocks_of(lengths));
-    } catch (...) {  // none for the counts: the means stay as they lie
+    } catch (...) {  // no memory for the counts: the means stay
     }
   }
   offset_t bytes() const { return rows.bytes() + means.bytes(); }
@@ -137,22 +137,22 @@ struct packed_segment {
   static packed_plane bits_of(packed_plane values) { return values == k_values ? k_bits : v_bits; }
   static packed_plane scales_of(packed_plane values) { return values == k_values ? k_scales : v_scales; }
 
-  static const float* of_head(const host_vector<float>& all, index_t head, offset_t each) {
-    return all.empty() ? nullptr : all.data() + head * each;
+  static const float* of_head(const host_vector<float>& all, index_t head, offset_t stride) {
+    return all.empty() ? nullptr : all.data() + head * stride;
   }
   const std::uint8_t* bits(const packed_memory<Placement>& from, const packed_format& of, packed_plane values,
                            index_t head, index_t row) const {
-    if (of.own_bits) return reinterpret_cast<const std::uint8_t*>(from.at(bits_of(values), head, row));
+    if (of.own_bits) return reinterpret_cast<const std::uint8_t*>(from.address(bits_of(values), head, row));
     return (values == k_values ? basis->k_set : basis->v_set).data() + offset_t(head) * of.set_bytes();
   }
   static float scale(const packed_memory<Placement>& from, const packed_format& of, packed_plane values, index_t head,
                      index_t row) {
-    return of.scaled() ? tessera::detail::get<float>(from.at(scales_of(values), head, row), 0) : 1.0f;
+    return of.scaled() ? tessera::detail::load_value<float>(from.address(scales_of(values), head, row), 0) : 1.0f;
   }
   void unpack(const packed_memory<Placement>& from, const packed_format& of, packed_plane values, index_t head,
               index_t row, float* to) const {
-    unpack_row(of, bits(from, of, values, head, row), from.at(values, head, row), scale(from, of, values, head, row),
-               to);
+    unpack_row(of, bits(from, of, values, head, row), from.address(values, head, row),
+               scale(from, of, values, head, row), to);
   }
 };
 

@@ -1,4 +1,4 @@
-// Segments of decoded tokens whose strategy is searched on another thread, and put in place between two steps.
+// Searches of strategies for segments of decoded tokens, on another thread; their results are used between two steps.
 #pragma once
 
 #include <algorithm>
@@ -46,8 +46,8 @@ class strategy_task final : public background_task {
         if (this->is_over(stopping)) return;
         const index_t count = part.rows.length(h);
         const std::string of = " of layer " + std::to_string(part.layer) + ", kv_head " + std::to_string(h);
-        const auto keys = [&](index_t i, float* to) { load_key(part.rows, 0, h, i, to); };
-        const auto values = [&](index_t i, float* to) { load_value(part.rows, 0, h, i, to); };
+        const auto keys = [&](index_t i, float* row) { load_key(part.rows, 0, h, i, row); };
+        const auto values = [&](index_t i, float* row) { load_value(part.rows, 0, h, i, row); };
         search.add(count, k_dim, rows_.basis.channels(k_dim), "keys" + of, keys);
         search.add(count, v_dim, rows_.basis.channels(v_dim), "values" + of, values);
         search.add_blocks(count, k_dim, keys);
@@ -76,7 +76,7 @@ class strategy_task final : public background_task {
   index_t block_;
 };
 
-/// What a store of packed rows knows of its segments' strategies: nothing, where all are packed alike.
+/// The strategies of a store's segments: nothing, where all segments are packed alike.
 template <packing_layout Layout>
 class segment_searches {
  public:
@@ -98,8 +98,8 @@ class segment_searches {
   offset_t bytes(sequence_layer) const { return 0; }
 };
 
-/// Of each place: the segments that are settled, those behind them, which are packed by the last settled one's
-/// strategy, and their rows as they were. Of each sequence: the search that goes on, of the newest settled segments.
+/// For each (layer, sequence): the settled segments; behind them segments that are packed by the last settled one's
+/// strategy, and their original rows. For each sequence: the search for its newest settled segments.
 template <searching_layout Layout>
 class segment_searches<Layout> {
   using rows_type = typename Layout::rows_type;
@@ -113,7 +113,7 @@ class segment_searches<Layout> {
     if (on()) worker_ = std::make_shared<background>();
   }
 
-  /// Whose thread searches. Copies of a cache share it.
+  /// The thread that searches. Copies of a cache share it.
   const std::shared_ptr<background>& worker() const { return worker_; }
   void use(std::shared_ptr<background> worker) { worker_ = std::move(worker); }
   strategy_report report(index_t id) const {
@@ -131,25 +131,25 @@ class segment_searches<Layout> {
     sessions_[std::size_t(id)] = {};
     ranges_.clear(id);
   }
-  /// A search that goes on is shared: what it makes takes its place in both.
-  void copy(index_t from, index_t to) {
-    sessions_[std::size_t(to)] = sessions_[std::size_t(from)];
+  /// A search at work is shared: its result replaces the segments of both sequences.
+  void copy(index_t source, index_t target) {
+    sessions_[std::size_t(target)] = sessions_[std::size_t(source)];
     for (index_t layer = 0; layer < layers_; ++layer)
-      ranges_[sequence_layer{layer, to}] = ranges_[sequence_layer{layer, from}];
+      ranges_[sequence_layer{layer, target}] = ranges_[sequence_layer{layer, source}];
   }
 
-  /// Whose basis and format new rows take.
+  /// The segment whose basis and format new rows get.
   const auto& like(sequence_layer owner, const segments& all) const {
     return *(on() ? all[ranges_[owner].settled - 1] : all.back());
   }
-  /// Whether they may join the last segment.
+  /// Whether new rows may join the last segment.
   bool joins(sequence_layer owner, const segments& all) const {
     if (!on()) return true;
     const auto& own = like(owner, all);
     return all.size() > ranges_[owner].settled && all.back()->basis == own.basis && all.back()->format == own.format;
   }
 
-  /// Copies rows that are about to be packed, `lists` of each kv_head.
+  /// Copies rows that will be packed: `lists` of each kv_head.
   template <class From, class Lists>
   void prepare(sequence_layer owner, const From& from, const Lists& lists) {
     if (!on()) return;
@@ -165,7 +165,7 @@ class segment_searches<Layout> {
         load_value(from, 0, h, list[i], copied->v.back().data() + i * Dv);
       }
     }
-    here.before.reserve(here.before.size() + 1);
+    here.originals.reserve(here.originals.size() + 1);
     here.prepared = std::move(copied);
   }
   void forget_prepared(sequence_layer owner) { ranges_[owner].prepared = nullptr; }
@@ -177,34 +177,34 @@ class segment_searches<Layout> {
     index_t longest = 0;
     for (const auto& rows : here.prepared->k) longest = (std::max)(longest, index_t(rows.size()) / Layout::k_dim);
     here.rows += longest;
-    here.before.push_back(std::move(here.prepared));
+    here.originals.push_back(std::move(here.prepared));
   }
-  /// Segments have lost rows: they stay as they are.
+  /// Segments have lost rows: they are not searched.
   void lost_rows(sequence_layer owner, const segments& all) {
     end(ranges_[owner], all);
     ranges_[owner].last = ranges_[owner].first;
   }
 
-  /// Between two steps: what a search has made takes its place, and a segment that has to end does. Waits for nobody;
-  /// where memory runs out, all stays as it is for now. segments_of(layer): a sequence's.
+  /// Between two steps: replaces segments by the result of their search, and ends a full segment. Does not wait. Where
+  /// memory runs out, nothing changes until the next call. segments_of(layer): the segments of the sequence.
   template <class SegmentsOf>
   void settle(index_t id, const SegmentsOf& segments_of) {
     if (!on()) return;
     session& now = sessions_[std::size_t(id)];
-    if (now.task && now.task->state() != task_state::waiting) take(id, now, segments_of);
+    if (now.task && now.task->state() != task_state::waiting) finish(id, now, segments_of);
     const index_t rows = longest(id);
     const bool full = rows >= rows_.segment;
     if (!full && (rows < rows_.strategy.least_segment || !lost_enough(id, segments_of))) return;
     if (!now.task && begin(id, now, segments_of)) return;
     if (!full) return;  // it goes on until the search before it is over, or it is full
     for (index_t layer = 0; layer < layers_; ++layer) end(ranges_[sequence_layer{layer, id}], segments_of(layer));
-    ++now.report.kept;
+    ++now.report.unchanged;
   }
 
-  /// Of rows as they were, those that are being searched among them.
+  /// Bytes of original rows, those of a search included.
   offset_t bytes(sequence_layer owner) const {
     offset_t total = 0;
-    for (const auto& rows : ranges_[owner].before) total += rows->bytes();
+    for (const auto& rows : ranges_[owner].originals) total += rows->bytes();
     if (!on() || !sessions_[std::size_t(owner.id)].task) return total;
     for (const auto& part : sessions_[std::size_t(owner.id)].task->parts) {
       if (part.layer == owner.layer) total += part.rows.bytes();
@@ -215,9 +215,9 @@ class segment_searches<Layout> {
  private:
   struct range {
     std::size_t settled = 0;          // segments
-    std::size_t first = 0, last = 0;  // those whose place what a search makes takes; none: equal
+    std::size_t first = 0, last = 0;  // those that the search's result replaces; none: equal
     index_t rows = 0;                 // behind the settled ones
-    host_vector<std::shared_ptr<const rows_before>> before;
+    host_vector<std::shared_ptr<const rows_before>> originals;
     std::shared_ptr<const rows_before> prepared;
   };
   struct session {
@@ -229,7 +229,7 @@ class segment_searches<Layout> {
   static void end(range& here, const segments& all) {
     here.settled = all.size();
     here.rows = 0;
-    here.before.clear();
+    here.originals.clear();
     here.prepared = nullptr;
   }
   index_t longest(index_t id) const {
@@ -239,7 +239,7 @@ class segment_searches<Layout> {
     return result;
   }
 
-  /// Of all layers together: a sequence's segments end at one token.
+  /// Over all layers: the segments of a sequence end at the same token.
   template <class SegmentsOf>
   bool lost_enough(index_t id, const SegmentsOf& segments_of) const {
     double lost = 0, allowed = 0;
@@ -274,7 +274,7 @@ class segment_searches<Layout> {
       auto made = std::make_shared<search_type>(rows_, block_);
       for (index_t layer = 0; layer < layers_; ++layer) {
         const range& here = ranges_[sequence_layer{layer, id}];
-        if (here.rows > 0) made->parts.push_back({layer, {heads_, here.before}, nullptr});
+        if (here.rows > 0) made->parts.push_back({layer, {heads_, here.originals}, nullptr});
       }
       auto task = wanted(made);
       worker_->start(std::move(made));
@@ -295,10 +295,10 @@ class segment_searches<Layout> {
   }
 
   template <class SegmentsOf>
-  void take(index_t id, session& now, const SegmentsOf& segments_of) {
+  void finish(index_t id, session& now, const SegmentsOf& segments_of) {
     const std::shared_ptr<search_type> over = std::exchange(now.task, nullptr);
     const bool done = over->state() == task_state::done;
-    ++(done ? now.report.searched : now.report.kept);
+    ++(done ? now.report.searched : now.report.unchanged);
     if (!done) {
       const bool failed = over->state() == task_state::failed;
       say(now.report, failed ? over->problem().c_str() : "the thread that searches strategies was stopped");

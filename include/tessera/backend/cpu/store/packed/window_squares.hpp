@@ -1,4 +1,4 @@
-// What a prompt's last queries say of channels: their squares, until the prompt ends.
+// Squares of a prompt's last queries by channel, kept until the prompt ends.
 #pragma once
 
 #include <algorithm>
@@ -9,25 +9,25 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// The sum over a group's query heads of q^2 by channel, of the newest tokens of a prompt, in any chunks. Squares that
-/// are not finite say nothing.
+/// Sums over a group's query heads of q^2 by channel, of the newest tokens of a prompt in any chunks. Squares that are
+/// not finite are left out.
 class window_squares {
  public:
-  /// Takes the memory that `add` needs.
+  /// Allocates the memory that `add` needs.
   template <class E>
-  void reserve(const rows_view<const E>& q, index_t kv_heads, index_t dim, index_t most) {
-    const offset_t row = offset_t(kv_heads) * dim, fresh = std::clamp(q.tokens, 0, most);
-    rows_.reserve(std::size_t((old_rows(row, fresh, most) + fresh) * row));
+  void reserve(const rows_view<const E>& q, index_t kv_heads, index_t dim, index_t capacity) {
+    const offset_t row = offset_t(kv_heads) * dim, added = std::clamp(q.tokens, 0, capacity);
+    rows_.reserve(std::size_t((old_rows(row, added, capacity) + added) * row));
   }
-  /// Takes in the queries of a chunk's last tokens; `most` of all tokens so far are remembered.
+  /// Adds the queries of a chunk's last tokens. The newest `capacity` tokens are kept.
   template <class E>
-  void add(const rows_view<const E>& q, index_t kv_heads, index_t dim, index_t most) {
+  void add(const rows_view<const E>& q, index_t kv_heads, index_t dim, index_t capacity) {
     if (q.tokens <= 0) return;
-    const index_t group = q.heads / kv_heads, fresh = (std::min)(q.tokens, most);
+    const index_t group = q.heads / kv_heads, added = (std::min)(q.tokens, capacity);
     const offset_t row = offset_t(kv_heads) * dim;
-    rows_.erase(rows_.begin(), rows_.end() - old_rows(row, fresh, most) * row);
+    rows_.erase(rows_.begin(), rows_.end() - old_rows(row, added, capacity) * row);
     heads_ = group;
-    for (index_t t = q.tokens - fresh; t < q.tokens; ++t) {
+    for (index_t t = q.tokens - added; t < q.tokens; ++t) {
       for (index_t h = 0; h < kv_heads; ++h) {
         for (index_t d = 0; d < dim; ++d) {
           float sum = 0;
@@ -42,7 +42,7 @@ class window_squares {
     }
   }
 
-  /// Their means over tokens and heads, [kv_heads, dim]; empty where no query has come.
+  /// Means over tokens and heads, [kv_heads, dim]; empty without queries.
   host_vector<double> means(index_t kv_heads, index_t dim) const {
     const std::size_t row = std::size_t(kv_heads) * std::size_t(dim);
     if (rows_.empty()) return {};
@@ -55,9 +55,9 @@ class window_squares {
   offset_t bytes() const { return offset_t(rows_.capacity() * sizeof(float)); }
 
  private:
-  /// That stay when fresh ones come.
-  offset_t old_rows(offset_t row, offset_t fresh, offset_t most) const {
-    return (std::min<offset_t>)(most - fresh, offset_t(rows_.size()) / row);
+  /// Rows that stay when `added` come.
+  offset_t old_rows(offset_t row, offset_t added, offset_t capacity) const {
+    return (std::min<offset_t>)(capacity - added, offset_t(rows_.size()) / row);
   }
 
   host_vector<float> rows_;  // [tokens, kv_heads, dim]

@@ -43,7 +43,7 @@ class prompt_turn {
                  index_t reconsidered, cudaStream_t stream) {
     if (its_.roles.follows_recipe(owner.layer) &&
         !its_.first.keeps_everything(owner, its_.store.bound(owner), policies)) {
-      const kept_bound kept = its_.first.bound(owner, its_.store, policies, reach.seen());
+      const kept_bound kept = its_.first.bound(owner, its_.store, policies, reach.prompt_tokens());
       its_.plan_beside_step(its_.store, [&] { its_.store.plan_keep({owner}, {kept}, stream); });
       const index_t* next = set_number(its_.next.data() + owner.id, reach.end, stream);
       its_.store.keep(owner, chosen(owner, policies, reach, next, 0, stream), stream);
@@ -86,7 +86,7 @@ class prompt_turn {
     its_.reads.require_covered(policies);
     const sequence_layers choosing = plan_choice(id, policies, due, reach, stream);
     its_.plan_beside_step(its_.store, [&] {
-      its_.store.plan_packing(its_.all_layers({id}), reach.seen(), stream);  // last that can throw
+      its_.store.plan_packing(its_.all_layers({id}), reach.prompt_tokens(), stream);  // last that can throw
     });
     set_number(its_.next.data() + id, reach.end, stream);
     kept_slots kept;  // of the layer before: one that takes over its choice comes right behind it
@@ -121,7 +121,7 @@ class prompt_turn {
       owners.push_back(owner);
       // How many columns join, only the device knows.
       kept.push_back(due && !its_.prompts.columns(layer).bits
-                         ? its_.first.bound(chooser, its_.store, policies, reach.seen())
+                         ? its_.first.bound(chooser, its_.store, policies, reach.prompt_tokens())
                          : kept_bound{held, {}});
     }
     if (filters)

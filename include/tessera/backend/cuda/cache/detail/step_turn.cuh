@@ -30,7 +30,7 @@ class step_turn {
     note(owners, step, known);
     if constexpr (Recipe::needs_segments) {
       host_vector<segment_cursor> texts;
-      for (const index_t id : step.ids) texts.push_back(known.at({0, id}).text);
+      for (const index_t id : step.ids) texts.push_back(known.progress({0, id}).text);
       its_.marks.set(texts, step.boundaries, stream);
     }
   }
@@ -106,7 +106,7 @@ class step_turn {
   token_bound bound(sequence_layer owner, const token_bound& held, const conversations<Recipe>& known,
                     index_t added) const {
     if (its_.prompts.columns(owner.layer).bits) return held;
-    return its_.first.bound_in_step(owner.layer, held, known.at(owner.id).policies, added);
+    return its_.first.bound_in_step(owner.layer, held, known.sequence(owner.id).policies, added);
   }
   void note(const sequence_layers& owners, const batch& step, const conversations<Recipe>& known) {
     for (const sequence_layer owner : owners) {

@@ -35,7 +35,7 @@ class text_marks<true> {
   new_segments of_chunk(const segment_marks& marks, index_t tokens, cudaStream_t stream) const {
     check(cudaMemcpyAsync(flags_.data(), marks.boundaries, std::size_t(tokens), cudaMemcpyHostToDevice, stream),
           "cudaMemcpyAsync");
-    set_number(text_.data(), marks.before, stream);
+    set_number(text_.data(), marks.start, stream);
     return {flags_.data(), text_.data()};
   }
 

@@ -96,9 +96,9 @@ __global__ void __launch_bounds__(segment_threads)
 
 /// A warp of the block chooses in one segment; what stands in shared memory is the warp's own.
 struct segment_memory {
-  float scores[most_segment_tokens];
-  index_t places[most_segment_tokens];
-  double sums[most_segment_tokens / 2];
+  float scores[max_segment_tokens];
+  index_t places[max_segment_tokens];
+  double sums[max_segment_tokens / 2];
 };
 
 /// The best tokens of every row stand in `out`; a warp a token: the first of a segment's chooses anew in that segment,
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(segment_threads)
     const index_t slot = best[c], segment = segments[slot];
     if (c > 0 && segments[best[c - 1]] == segment) continue;
     const index_t first = segment_begin(segments, slot, lane), end = segment_end(segments, slot, candidates, lane);
-    const index_t length = (min)(end - first, most_segment_tokens);
+    const index_t length = (min)(end - first, max_segment_tokens);
     index_t won = 1;
     for (unsigned same = ~0u; same == ~0u; won += __popc(same)) {
       const index_t next = c + won + lane;

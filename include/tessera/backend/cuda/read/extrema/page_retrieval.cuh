@@ -321,9 +321,9 @@ class choose_pages {
             "write each sequence's plan when its prompt ends");
     require(p.index.data != nullptr, "data of the page index", "null", "the extrema of every page",
             "build the index before a step reads it");
-    require(on_16_bytes(p.index.data) && (p.index.rooms || p.index.room % 8 == 0), "room of the index", p.index.room,
-            "a multiple of 8 pages, rows that begin on 16 bytes",
-            "round the room up; begins and rooms must be multiples of 8 too");
+    require(on_16_bytes(p.index.data) && (p.index.capacities || p.index.capacity % 8 == 0), "capacity of the index",
+            p.index.capacity, "a multiple of 8 pages, rows that begin on 16 bytes",
+            "round the capacity up; begins and capacities must be multiples of 8 too");
   }
 
   using cluster_entry = void (*)(page_problem<View>, Scorer, detail::page_choice, detail::page_scratch,

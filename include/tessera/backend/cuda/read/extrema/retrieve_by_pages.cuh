@@ -44,7 +44,7 @@ class retrieve_by_pages {
 
   /// What a sequence's plan comes to on the device.
   static read_plan plan_for(const Recipe& recipe, const stage_plan& plan) {
-    return read_plan::of(recipe.retrieve.planned(plan, View::k_dim).scorer, plan.read);
+    return read_plan::fitted_to(recipe.retrieve.planned(plan, View::k_dim).scorer, plan.read);
   }
   /// Throws unless launches can take the plan.
   void require_covered(const read_plan& plan) const { choose_.require_covered(plan); }

@@ -24,7 +24,7 @@ struct segmented_view : View {
     if constexpr (requires { table.slots; }) {
       slot = table.slots[table.begin[offset_t(sequence) * this->kv_heads + head] + slot];
     }
-    return segments.at(sequence, head, this->kv_heads, slot);
+    return segments.entry(sequence, head, this->kv_heads, slot);
   }
 };
 

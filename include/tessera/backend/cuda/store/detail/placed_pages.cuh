@@ -127,7 +127,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
   offset_t bytes(std::size_t place) const {
     return offset_t(held_[place].size()) * page_rows() * Layout::token_bytes();
   }
-  offset_t most_bytes() const { return most_used_ * page_rows() * Layout::token_bytes(); }
+  offset_t peak_bytes() const { return most_used_ * page_rows() * Layout::token_bytes(); }
 
  private:
   offset_t page_rows() const { return offset_t(Page) * heads_; }

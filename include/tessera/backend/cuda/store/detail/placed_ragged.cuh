@@ -118,7 +118,7 @@ class placed_rows<Layout, ragged_pages> {
         page_(where.page),
         widest_(ceil_div(tokens, where.page)),
         groups_(where.groups(layers, kv_heads)),
-        pages_(where.most_pages > 0 ? where.most_pages : pages_of(rows)),
+        pages_(where.max_pages > 0 ? where.max_pages : pages_of(rows)),
         pool_(groups_.count(), pages_),
         room_(std::size_t(layers) * std::size_t(sequences) * std::size_t(kv_heads)),
         wanted_(std::size_t(sequences) * std::size_t(groups_.count())),
@@ -162,7 +162,7 @@ class placed_rows<Layout, ragged_pages> {
     entries_.reserve(entries_planned_);
     require(pool_.claimed() + more_ <= pages_, "pages of the pool", pages_,
             "at least " + std::to_string(pool_.claimed() + more_),
-            "raise cache_options::rows or the placement's most_pages, or close a sequence");
+            "raise cache_options::rows or the placement's max_pages, or close a sequence");
     tokens_planned_ = tokens;
   }
   void commit_room(std::size_t place, const index_t*, const held_tokens& held, cudaStream_t) {
@@ -171,7 +171,7 @@ class placed_rows<Layout, ragged_pages> {
       const index_t tokens = held.of(h) + tokens_planned_, group = group_of(place, h);
       index_t& room = room_[place * std::size_t(heads_) + std::size_t(h)];
       if (tokens <= room) continue;
-      pool_.take(id, group, groups_.pages_for(group, tokens, page_));
+      pool_.acquire(id, group, groups_.pages_for(group, tokens, page_));
       const auto pages = pool_.pages(id, group);
       const offset_t row = (offset_t(place) * heads_ + h) * widest_;
       for (index_t i = ceil_div(room, page_); i < ceil_div(tokens, page_); ++i) {
@@ -253,18 +253,18 @@ class placed_rows<Layout, ragged_pages> {
   const head_groups& groups() const { return groups_; }
   index_t page() const { return page_; }
   /// Pages that a group of a sequence holds.
-  index_t held(index_t id, index_t group) const { return index_t(pool_.pages(id, group).size()); }
+  index_t page_count(index_t id, index_t group) const { return index_t(pool_.pages(id, group).size()); }
   const ragged_pool& pages() const { return pool_; }
 
   offset_t bytes(std::size_t place) const {
     offset_t blocks = 0;
     for (index_t h = 0; h < heads_; ++h) {
       const index_t group = group_of(place, h);
-      blocks += offset_t(held(id_of(place), group)) * groups_.blocks_of_page(group);
+      blocks += offset_t(page_count(id_of(place), group)) * groups_.blocks_of_page(group);
     }
     return blocks * page_ * Layout::token_bytes();
   }
-  offset_t most_bytes() const { return most_used_ * page_rows() * Layout::token_bytes(); }
+  offset_t peak_bytes() const { return most_used_ * page_rows() * Layout::token_bytes(); }
 
  private:
   struct entry {
@@ -280,14 +280,14 @@ class placed_rows<Layout, ragged_pages> {
   /// A group of a sequence is to hold so many pages when the plan is committed.
   void want(index_t id, index_t group, index_t pages) {
     const std::size_t at = std::size_t(id) * std::size_t(groups_.count()) + std::size_t(group);
-    const index_t before = (std::max)(wanted_[at], held(id, group));
+    const index_t before = (std::max)(wanted_[at], page_count(id, group));
     if (pages <= before) return;
     pool_.make_room(id, group, pages);
     if (wanted_[at] == 0) touched_.push_back(at);
     wanted_[at] = pages;
-    const index_t claim = (std::max)(pool_.held(id) + wanted_by_[std::size_t(id)], pool_.reserved(id));
+    const index_t claim = (std::max)(pool_.page_count(id) + wanted_by_[std::size_t(id)], pool_.reserved(id));
     wanted_by_[std::size_t(id)] += pages - before;
-    more_ += (std::max)(pool_.held(id) + wanted_by_[std::size_t(id)], pool_.reserved(id)) - claim;
+    more_ += (std::max)(pool_.page_count(id) + wanted_by_[std::size_t(id)], pool_.reserved(id)) - claim;
   }
   void give_back(std::size_t place) {
     const index_t id = id_of(place);

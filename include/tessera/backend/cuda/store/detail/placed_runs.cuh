@@ -158,7 +158,7 @@ class placed_rows<Layout, runs> {
   void keep(std::size_t place, Problem problem, const Mover& mover, const token_bound&, cudaStream_t stream) {
     pool_.lay_out(
         place, problem.chosen.counts, [&](std::size_t p) { return begins(p); }, stream);
-    problem.to.table.begin = pool_.new_begins();
+    problem.target.table.begin = pool_.new_begins();
     mover.fresh.run(problem, nullptr, stream);
     pool_.adopt(begins(place), stream);
   }
@@ -174,7 +174,7 @@ class placed_rows<Layout, runs> {
 
   void clear(std::size_t place) { pool_.clear(place); }
   offset_t bytes(std::size_t place) const { return pool_.rows(place) * Layout::token_bytes(); }
-  offset_t most_bytes() const { return pool_.most_rows() * Layout::token_bytes(); }
+  offset_t peak_bytes() const { return pool_.most_rows() * Layout::token_bytes(); }
 
  private:
   view_type view(const offset_t* begins, index_t batch) const {

@@ -326,7 +326,7 @@ class kv_store<Layout> {
     if (!packs(owner.layer)) return whole_.bytes(owner);
     return whole_.bytes(owner) + packed_.bytes(packed_owner(owner)) + searches_.bytes(packed_owner(owner));
   }
-  offset_t most_bytes() const { return whole_.most_bytes() + packed_.bytes(); }
+  offset_t peak_bytes() const { return whole_.peak_bytes() + packed_.bytes(); }
   /// Of one head of which a step attends `attended` tokens. Blocks are scored whatever the budget.
   offset_t step_bytes(sequence_layer owner, offset_t attended) const {
     const offset_t whole = (std::min<offset_t>)(attended, always_read(owner));

@@ -14,13 +14,13 @@ __device__ inline float packed_value(const packed_vectors& from, index_t head, i
   const float scale = from.scales ? from.scales[from.row(head, i)] : 1.0f;
   switch (from.format.element) {
     case packed_element::fp16:
-      return tessera::detail::get<fp16>(values, place);
+      return tessera::detail::load_value<fp16>(values, place);
     case packed_element::fp8:
-      return tessera::detail::get<fp8>(values, place) * scale;
+      return tessera::detail::load_value<fp8>(values, place) * scale;
     case packed_element::int4:
-      return tessera::detail::get_int4(values, place) * scale;
+      return tessera::detail::load_int4(values, place) * scale;
     default:
-      return tessera::detail::get<bf16>(values, place);
+      return tessera::detail::load_value<bf16>(values, place);
   }
 }
 

@@ -151,7 +151,7 @@ class packed_part {
     auto* const values = reinterpret_cast<value_rows*>(keys + 1);
     if (threadIdx.x == 0) *keys = first_keys, *values = first_values;
     const int k_way = way_of<D>(segment.k.format), v_way = way_of<Dv>(segment.v.format);
-    const int k_kept = int(segment.k.format.kept), v_kept = int(segment.v.format.kept);
+    const int k_kept = int(segment.k.format.stored_channels), v_kept = int(segment.v.format.stored_channels);
     const int channels = int(whole_channels(segment.v.format.channels));
     const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, tile_place = warp * shape_.tile;
     unsigned char* weights = shared_ + shape_.weights + warp * shape_.weight;

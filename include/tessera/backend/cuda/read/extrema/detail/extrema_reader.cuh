@@ -156,12 +156,12 @@ class extrema_reader : public slot_reader {
 
  private:
   static read_plan plan(const planned<Recipe>& policies) {
-    return read_plan::of(policies.read.scorer, policies.plan.read);
+    return read_plan::fitted_to(policies.read.scorer, policies.plan.read);
   }
   static read_bounds bounds_of(const Recipe& recipe, const cache_options& options, read_bounds bounds) {
     for_each_plan(recipe, options, [&](const stage_plan& given) {
       const auto fitted = recipe.retrieve.planned(given, k_dim);
-      bounds.cover(read_plan::of(fitted.scorer, given.read), (std::min)(options.tokens, given.capacity + 16));
+      bounds.cover(read_plan::fitted_to(fitted.scorer, given.read), (std::min)(options.tokens, given.capacity + 16));
     });
     return bounds;
   }

@@ -273,7 +273,7 @@ struct cluster_choice {
     cluster_columns<View, Scorer> columns(p, scorer, c, asked, thread, lane, warp);
     const read_plan plan = load_plan(p.plans + at.sequence);
     at.n = p.view.length(at.sequence, at.head), at.page = plan.page;
-    const index_t position = p.first_position[at.sequence], room = p.index.pages_of_room(at.row);
+    const index_t position = p.first_position[at.sequence], room = p.index.capacity_of(at.row);
     columns.load(at);
     const index_t last = p.view.positions && at.n > 0 ? p.view.position(at.sequence, at.head, at.n - 1) : at.n - 1;
     const page_bounds bounds(c, plan, at.n);

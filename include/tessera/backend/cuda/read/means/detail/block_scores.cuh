@@ -76,7 +76,7 @@ class staged_means {
         address_(shared_address(shared)),
         stages_(stages),
         chunks_(unsigned(value_stride(rows.format.value_bytes())) / 16),
-        kept_(int(rows.format.kept)),
+        kept_(int(rows.format.stored_channels)),
         way_(way_of<D>(rows.format)),
         pieces_(chunks_ <= 4 ? 0 : ceil_div(int(chunks_), 8)) {}
 

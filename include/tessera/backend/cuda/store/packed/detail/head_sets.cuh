@@ -123,7 +123,7 @@ class head_sets {
     const auto choose_side = [&]<bool Keys, int Dim>(const packed_format& format, std::uint32_t* to) {
       detail::choose_set_entry<typename View::whole_type, Dim>
           <<<unsigned(heads_), 1024, 0, stream>>>(view.whole, Keys, first, count, squares(owner), Keys ? rows : 0,
-                                                  seen - rows, (std::max)(1, window_), format.kept, to);
+                                                  seen - rows, (std::max)(1, window_), format.stored_channels, to);
       check(cudaGetLastError(), "launch of choose_set");
     };
     if constexpr (keys_share) choose_side.template operator()<true, D>(formats_.k, sets);

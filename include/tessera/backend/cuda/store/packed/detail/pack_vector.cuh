@@ -213,12 +213,12 @@ struct written {
   static constexpr int bits = Element == packed_element::fp8 ? 8 : Element == packed_element::int4 ? 4 : 16;
   __device__ static std::uint32_t code(float x, float scale) {
     if constexpr (Element == packed_element::fp16) {
-      return __half_as_ushort(__float2half_rn(tessera::detail::held_by_fp16(x)));
+      return __half_as_ushort(__float2half_rn(tessera::detail::clamped_to_fp16(x)));
     } else if constexpr (Element == packed_element::fp8) {
       return fp8(x / scale).bits;
     } else if constexpr (Element == packed_element::int4) {
       std::byte nibble{};
-      tessera::detail::put_int4(&nibble, 0, x / scale);
+      tessera::detail::store_int4(&nibble, 0, x / scale);
       return std::uint32_t(nibble) & 15u;
     } else {
       return __bfloat16_as_ushort(__float2bfloat16_rn(x));
@@ -284,7 +284,7 @@ template <int D>
 __device__ void pack_vector(const packed_format& format, const packed_vectors& to, index_t head, index_t i,
                             const float* row) {
   constexpr int words = thread_choice<D>::words;
-  const int kept = int(format.kept);
+  const int kept = int(format.stored_channels);
   std::uint32_t chosen[words];
   if (format.own_bits) {
     thread_choice<D>(row, int(format.groups()), int(format.group)).choose(kept / int(format.group), chosen);
@@ -321,7 +321,7 @@ __device__ void pack_vector_by_warp(const packed_format& format, const packed_ve
   const int group = int(format.group), lane = int(threadIdx.x) % 32;
   std::uint32_t chosen[words] = {};
   if (format.own_bits) {
-    choose_groups(row, int(format.groups()), group, int(format.kept) / group, chosen);
+    choose_groups(row, int(format.groups()), group, int(format.stored_channels) / group, chosen);
 #pragma unroll
     for (int j = 0; j < words; ++j) {
       if (lane == j && j < bit_words(format)) to.own_bits_of(head, i)[j] = chosen[j];
@@ -332,7 +332,7 @@ __device__ void pack_vector_by_warp(const packed_format& format, const packed_ve
     for (int j = 0; j < words; ++j) chosen[j] = j < bit_words(format) ? set[j] : 0u;
   }
   // Calls for the channels of this lane that stay, with each one's place among the values.
-  const auto for_each_kept = [&](const auto& call) {
+  const auto for_each_stored = [&](const auto& call) {
     int before = 0;
 #pragma unroll
     for (int j = 0; j < words; ++j) {
@@ -345,7 +345,7 @@ __device__ void pack_vector_by_warp(const packed_format& format, const packed_ve
   float scale = 1;
   if (format.scaled()) {
     float largest = 0;
-    for_each_kept([&](int c, int) {
+    for_each_stored([&](int c, int) {
       const float x = fabsf(row[c]);
       if (x < infinity) largest = fmaxf(largest, x);
     });
@@ -357,9 +357,9 @@ __device__ void pack_vector_by_warp(const packed_format& format, const packed_ve
     std::byte* values = to.values_of(head, i);
     if constexpr (bits == 4) {
 #pragma unroll 1
-      for (int first = 0; first < int(format.kept); first += in_word) {
+      for (int first = 0; first < int(format.stored_channels); first += in_word) {
         std::uint32_t mine = 0;
-        for_each_kept([&](int c, int e) {
+        for_each_stored([&](int c, int e) {
           if (e / in_word == first / in_word) mine |= written<Element>::code(row[c], scale) << e % in_word * bits;
         });
         mine = __reduce_or_sync(~0u, mine);
@@ -367,9 +367,10 @@ __device__ void pack_vector_by_warp(const packed_format& format, const packed_ve
       }
     } else {
       using stored = std::conditional_t<bits == 8, std::uint8_t, std::uint16_t>;
-      const int kept = int(format.kept), padded = bits == 8 ? in_word : 8, end = ceil_div(kept, padded) * padded;
+      const int kept = int(format.stored_channels), padded = bits == 8 ? in_word : 8,
+                end = ceil_div(kept, padded) * padded;
       auto* codes = reinterpret_cast<stored*>(values);
-      for_each_kept([&](int c, int e) { codes[e] = stored(written<Element>::code(row[c], scale)); });
+      for_each_stored([&](int c, int e) { codes[e] = stored(written<Element>::code(row[c], scale)); });
       if (kept + lane < end) codes[kept + lane] = 0;
     }
   });

@@ -43,7 +43,7 @@ __device__ float lost_share(const packed_vectors& from, index_t head, index_t ro
     const float x = float(given[d]);
     all += x * x;
   }
-  for (index_t place = lane; place < from.format.kept; place += 32) {
+  for (index_t place = lane; place < from.format.stored_channels; place += 32) {
     const float x = packed_value(from, head, row, place);
     stays += x * x;
   }

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(ordering_threads)
         memory.turned[warp][c] = sum;
       }
       __syncwarp();
-      choose_groups(memory.turned[warp], channels, 1, int(format.kept), chosen);
+      choose_groups(memory.turned[warp], channels, 1, int(format.stored_channels), chosen);
     }
     if (lane < words) {
       std::uint32_t own = 0;

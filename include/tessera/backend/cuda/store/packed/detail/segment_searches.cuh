@@ -170,7 +170,7 @@ class segment_searches<Layout, View> {
     if (!full) return;  // it goes on until the search before it is over, or it is full
     for (index_t layer = 0; layer < layers_; ++layer)
       end(ranges_[sequence_layer{layer, id}], places.segments({layer, id}).size());
-    ++now.report.kept;
+    ++now.report.unchanged;
   }
 
   /// Of rows that wait on the host, those that are being searched among them.
@@ -267,7 +267,7 @@ class segment_searches<Layout, View> {
   void take(index_t id, session& now, packed_places& places, cudaStream_t stream) {
     const std::shared_ptr<search_type> over = std::exchange(now.task, nullptr);
     const bool done = over->state() == task_state::done;
-    ++(done ? now.report.searched : now.report.kept);
+    ++(done ? now.report.searched : now.report.unchanged);
     if (!done) {
       const bool failed = over->state() == task_state::failed;
       say(now.report, failed ? over->problem().c_str() : "the thread that searches strategies was stopped");

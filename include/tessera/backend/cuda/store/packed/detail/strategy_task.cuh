@@ -251,8 +251,8 @@ class strategy_task final : public background_task {
       load(i, given.data());
       double all = 0, stays = 0;
       for (const float x : given) all += double(x) * double(x);
-      tessera::detail::for_each_kept(format, bits,
-                                     [&](index_t c, index_t) { stays += double(row[c]) * double(row[c]); });
+      tessera::detail::for_each_stored(format, bits,
+                                       [&](index_t c, index_t) { stays += double(row[c]) * double(row[c]); });
       loss += 0.5 * (std::max)(0.0, all - stays) / (all + 1e-12);
       if (block == 0) continue;
       for (index_t c = 0; c < left; ++c) sum[std::size_t(c)] += row[c];
