@@ -67,7 +67,7 @@ prepared choice() {
   const cuda::score_and_choose<view_type, policy_type> op(
       policy,
       {1, kv_heads, q_heads, std::max(window, 1), tokens,
-       std::max<index_t>(1025, cuda::most_kept(policy, 32, kv_heads, tokens, 1))},
+       std::max<index_t>(1025, cuda::max_retained(policy, 32, kv_heads, tokens, 1))},
       cuda::device_info::current());
   struct memory {
     buffer<index_t> length, first, segments;

@@ -24,8 +24,8 @@ struct cache_options {
 
   void check() const {
     require(sequences >= 1, "sequences", sequences, "at least 1", "pass the largest batch");
-    require(tokens >= 1 && tokens <= most_tokens_of_a_head, "tokens", tokens,
-            "1 to " + std::to_string(most_tokens_of_a_head), "pass the longest context, or what a head holds at most");
+    require(tokens >= 1 && tokens <= max_tokens_of_a_head, "tokens", tokens,
+            "1 to " + std::to_string(max_tokens_of_a_head), "pass the longest context, or what a head holds at most");
     require(rows >= 0, "rows", rows, "at least 0", "leave it at its default");
     require(step_tokens >= 1 && step_tokens <= 8, "step_tokens", step_tokens, "1 to 8", "prefill longer runs");
     require(index_tokens >= 0 && index_tokens <= tokens, "index_tokens", index_tokens, "0 to tokens",
@@ -34,7 +34,7 @@ struct cache_options {
             "pass the shortest first prompt");
   }
 
-  static constexpr index_t most_tokens_of_a_head = 1 << 30;
+  static constexpr index_t max_tokens_of_a_head = 1 << 30;
 };
 
 }  // namespace cuda

@@ -351,7 +351,7 @@ class basic_cache {
   /// Errors   not enough of it, or a step that has begun has layers to go: tessera::error, and nothing has changed.
   void fit_memory(index_t tokens, queue_type queue) requires has_queue { backend_.fit_memory(tokens, queue); }
   /// On a GPU: the most bytes of rows that were ever in use at one time, all sequences together.
-  offset_t most_bytes() const requires has_queue { return backend_.store().most_bytes(); }
+  offset_t most_bytes() const requires has_queue { return backend_.store().peak_bytes(); }
   /// On the device, by sequence of the batch: the position of the first token of the step that `begin_step` began.
   const index_t* step_positions() const requires has_queue { return backend_.step_positions(); }
 

@@ -173,7 +173,7 @@ class packed_batch {
     view_type made;
     made.segments = d_table_->data;
     made.counts = d_counts_.data;
-    made.most_segments = index_t(plans_.size());
+    made.max_segments = index_t(plans_.size());
     made.whole = tails_.view();
     return made;
   }
@@ -309,7 +309,7 @@ class packed_batch {
                              made->k_set ? made->k_set->data : nullptr, made->v_set ? made->v_set->data : nullptr);
     buffer<cuda::device_segment> table(std::vector<cuda::device_segment>{made->on_device});
     buffer<index_t> one(std::vector<index_t>{1});
-    view.segments = table.data, view.counts = one.data, view.most_segments = 1;
+    view.segments = table.data, view.counts = one.data, view.max_segments = 1;
     cuda::encode_problem<view_type> problem;
     problem.view = view;
     problem.count = plan.rows;

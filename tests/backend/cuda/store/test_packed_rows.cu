@@ -154,7 +154,7 @@ void check_packing(const segment_plan& plan) {
     buffer<cuda::device_segment> table(std::vector<cuda::device_segment>{segment});
     buffer<index_t> one(std::vector<index_t>{1});
     cuda::encode_problem<view_type> problem;
-    problem.view.segments = table.data, problem.view.counts = one.data, problem.view.most_segments = 1;
+    problem.view.segments = table.data, problem.view.counts = one.data, problem.view.max_segments = 1;
     problem.view.whole = rows.view();
     for (const index_t piece : pieces) {
       buffer<index_t> counts(std::vector<index_t>{piece});  // read on the device
@@ -212,7 +212,7 @@ void check_packing(const segment_plan& plan) {
   const cuda::segment_memory other(plan.k, plan.v, plan.block, heads, plan.rows + 3);
   CHECK(differences(packed_in(pieces, other, 3)) == 0);
   // So it is where more segments are packed at once than a launch takes, and in two calls.
-  constexpr index_t many = cuda::problem_list<int>::most + 3;
+  constexpr index_t many = cuda::problem_list<int>::capacity + 3;
   std::vector<std::unique_ptr<cuda::segment_memory>> memories;
   std::vector<cuda::device_segment> made;
   for (index_t i = 0; i < many; ++i) {
@@ -225,7 +225,7 @@ void check_packing(const segment_plan& plan) {
     std::vector<cuda::encode_problem<view_type>> problems;
     for (index_t i = 0; i < many; ++i) {
       cuda::encode_problem<view_type> problem;
-      problem.view.segments = table.data + i, problem.view.counts = ones.data + i, problem.view.most_segments = 1;
+      problem.view.segments = table.data + i, problem.view.counts = ones.data + i, problem.view.max_segments = 1;
       problem.view.whole = rows.view();
       problem.first = first, problem.count = first == 0 ? step : plan.rows - step;
       problems.push_back(problem);
@@ -266,7 +266,7 @@ void check_special_rows(packed_element element, index_t channels, index_t group,
   buffer<index_t> one(std::vector<index_t>{1});
   using view_type = cuda::packed_view<typename whole_rows<T, D, D>::view_type>;
   cuda::encode_problem<view_type> problem;
-  problem.view.segments = table.data, problem.view.counts = one.data, problem.view.most_segments = 1;
+  problem.view.segments = table.data, problem.view.counts = one.data, problem.view.max_segments = 1;
   buffer<index_t> counts(std::vector<index_t>{count});
   problem.view.whole = rows.view();
   problem.count = by_warps ? count : many_rows, problem.counts = counts.data;

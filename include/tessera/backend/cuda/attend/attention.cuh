@@ -99,9 +99,9 @@ class attention<packed_view<Whole>, packed_view<Whole>, Out> {
             const Recipe& recipe)
       : plain_(shape, reading_heads, options, device, recipe),
         prompt_(shape, 1, (std::max<index_t>)(1, rows_at_once / (shape.q_heads / shape.kv_heads)),
-                most_segments(recipe.layout, options.tokens), recipe.layout, device) {
+                max_segments(recipe.layout, options.tokens), recipe.layout, device) {
     if constexpr (!Recipe::retrieve_type::retrieves) {
-      step_.emplace(shape, options.sequences, options.step_tokens, most_segments(recipe.layout, options.tokens),
+      step_.emplace(shape, options.sequences, options.step_tokens, max_segments(recipe.layout, options.tokens),
                     recipe.layout, device);
     }
   }
@@ -119,7 +119,7 @@ class attention<packed_view<Whole>, packed_view<Whole>, Out> {
     }
   }
   void step(const decode_problem<view_type, Out>& p, cudaStream_t stream) const {
-    if (p.view.most_segments == 0) {
+    if (p.view.max_segments == 0) {
       plain_.step(decode_problem<Whole, Out>{p.view.whole, p.q, p.first_position, p.rule, p.out, p.lse, {}}, stream);
     } else if (step_) {
       step_->run({p.view, p.q, p.first_position, p.rule, p.out, p.lse, {}, 1}, stream);

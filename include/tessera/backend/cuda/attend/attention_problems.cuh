@@ -55,7 +55,7 @@ struct packed_problem {
   selection_view
       chosen;  ///< of units, row = sequence * kv_heads + head; indices null: everything; whole rows are always read
   index_t unit = 1;  ///< rows of a unit, 0: of each segment's block; every segment begins with a new one
-  /// [sequences * kv_heads, most_segments + 1], where each segment's units begin in `chosen`, so that splits are
+  /// [sequences * kv_heads, max_segments + 1], where each segment's units begin in `chosen`, so that splits are
   /// equally long though units are not; null: all units count alike.
   const index_t* chosen_begins = nullptr;
 };

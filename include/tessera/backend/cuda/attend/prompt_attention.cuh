@@ -80,8 +80,8 @@ class prompt_attending<Recipe, View, Out, true> {
         lines_(shape.layers) {
     lines_.open(options.sequences - 1);
     recipe.prefill.sample(0, options.tokens, sampled_);  // the longest chunk has the most rows
-    most_rows_ = index_t(sampled_.size());
-    tools_.make(shape_, options.tokens, most_rows_, device_);
+    max_rows_ = index_t(sampled_.size());
+    tools_.make(shape_, options.tokens, max_rows_, device_);
   }
 
   void open(index_t id, cudaStream_t stream) {
@@ -106,7 +106,7 @@ class prompt_attending<Recipe, View, Out, true> {
     const index_t next = first + problem.q.tokens;
     if (!tools_ || next > (*tools_).choose.positions()) {
       check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // the old tables may still be read
-      tools_.make(shape_, tools_ ? (std::max)(next, 2 * (*tools_).choose.positions()) : next, most_rows_, device_);
+      tools_.make(shape_, tools_ ? (std::max)(next, 2 * (*tools_).choose.positions()) : next, max_rows_, device_);
     }
     sampled_.clear();
     recipe.prefill.sample(first, next, sampled_);
@@ -165,7 +165,7 @@ class prompt_attending<Recipe, View, Out, true> {
   line_attention<View, Out> attend_;
   device_buffer<unsigned char> scratch_;
   made_on_demand<tools> tools_;
-  index_t most_rows_ = 0;
+  index_t max_rows_ = 0;
   host_vector<index_t> sampled_;
   index_t sequences_, words_;             // words of a row of columns; 0: nobody reads them
   device_buffer<std::uint32_t> columns_;  // [layers, sequences, q_heads, words], by place: those of all prompts

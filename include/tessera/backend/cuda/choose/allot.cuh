@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(allot_threads)
     for (index_t h = 0; h < heads; ++h) of_bin[j] += __ldcg(&all_bins[offset_t(first_row + h) * allot_bins + bin]);
     mine += of_bin[j];
   }
-  unsigned above = scan.before(mine);
+  unsigned above = scan.exclusive_sum(mine);
 #pragma unroll
   for (int j = 0; j < each; ++j) {
     if (above < remaining && remaining <= above + of_bin[j]) {

@@ -236,7 +236,7 @@ class first_stage<Recipe, true> {
     if constexpr (Recipe::retain_type::plans || Recipe::retain_type::over_model) {
       return options_.tokens;
     } else {
-      return most_kept(recipe.retain, shape_.layers, joins ? 1 : shape_.kv_heads, options_.tokens,
+      return max_retained(recipe.retain, shape_.layers, joins ? 1 : shape_.kv_heads, options_.tokens,
                        (std::max)(options_.step_tokens,
                                   recipe.retain.scorer.protected_tail(recipe.retain.budget.tokens)));
     }

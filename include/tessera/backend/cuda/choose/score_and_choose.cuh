@@ -20,13 +20,13 @@ struct choose_limits {
   index_t sequences = 1, kv_heads = 1, q_heads = 1;
   index_t queries = 1;   ///< of one call, where the scorer observes a window
   index_t capacity = 1;  ///< tokens that a (sequence, kv_head) stores
-  index_t kept = 0;      ///< tokens that it keeps (`most_kept`); 0: the capacity
+  index_t kept = 0;      ///< tokens that it keeps (`max_retained`); 0: the capacity
 };
 
 /// The most tokens that one kv_head keeps of `capacity`, in any of `layers`, whatever the scores; `longest_tail`: the
 /// most newest tokens that stay whatever their score.
 template <class Policy>
-index_t most_kept(const Policy& policy, index_t layers, index_t kv_heads, index_t capacity, index_t longest_tail) {
+index_t max_retained(const Policy& policy, index_t layers, index_t kv_heads, index_t capacity, index_t longest_tail) {
   index_t most = (std::min)(capacity, policy.budget.tokens);
   for (index_t layer = 0; layer < layers; ++layer) {
     // A turn of few queries has a short tail, which leaves some layers more.
@@ -208,7 +208,7 @@ class score_and_choose {
       const index_t most =
           (std::max)(bound_kept(policy.budget, extent).longest, (std::min)(extent.protected_tail, extent.longest));
       require(most <= kept_, "tokens that a kv_head may keep", most, "at most " + std::to_string(kept_),
-              "raise choose_limits::kept: see most_kept");
+              "raise choose_limits::kept: see max_retained");
     }
   }
 

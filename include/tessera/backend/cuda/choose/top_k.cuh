@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(block_threads_of<Blocks, Search>, blocks_toget
 /// benchmark.
 inline select_tuning tune_select(index_t rows, index_t capacity, bool single, index_t block, index_t keep,
                                  const device_info& device) {
-  constexpr index_t most_share = 16384;  // 64 KB: three blocks of a cluster fit on an sm_90
+  constexpr index_t max_share = 16384;  // 64 KB: three blocks of a cluster fit on an sm_90
   const index_t units = ceil_div(capacity, block);
   const bool clusters = device.compute_capability >= 90, many = rows > device.multiprocessors;
   if (single) {
@@ -206,8 +206,8 @@ inline select_tuning tune_select(index_t rows, index_t capacity, bool single, in
     // One block against clusters of 8 (us): 32,768 tokens, 8 rows 9.9 / 9.4, 32 rows 10 / 14; 50,000 tokens, 8 rows 13
     // / 10, 32 rows 13 / 15.
     constexpr index_t for_few = 40960;
-    const index_t most_held = device.shared_memory / 4 - 3072;  // beside histogram and lists
-    if (capacity <= (rows > 16 || !clusters ? most_held : (std::min)(for_few, most_held)))
+    const index_t max_held = device.shared_memory / 4 - 3072;  // beside histogram and lists
+    if (capacity <= (rows > 16 || !clusters ? max_held : (std::min)(for_few, max_held)))
       return {1, (capacity + 3) / 4 * 4};
     // Streams against clusters of 8, 131,072 tokens (us, H100): 32 rows 38 / 24, 64 rows 39 / 45.
     const index_t survivors = device.shared_memory > 160 * 1024 ? 12288 : 4096;  // two blocks fit on a multiprocessor
@@ -215,9 +215,9 @@ inline select_tuning tune_select(index_t rows, index_t capacity, bool single, in
       return {1, survivors, row_search::streamed};
   }
   int cluster = 1;
-  if (clusters && capacity > most_share && !(many && units <= most_share))
-    cluster = capacity > 4 * most_share || (single && rows <= 32) ? 8 : 4;
-  return {cluster, (std::min<index_t>)(most_share, (ceil_div(units, cluster) + 3) / 4 * 4)};
+  if (clusters && capacity > max_share && !(many && units <= max_share))
+    cluster = capacity > 4 * max_share || (single && rows <= 32) ? 8 : 4;
+  return {cluster, (std::min<index_t>)(max_share, (ceil_div(units, cluster) + 3) / 4 * 4)};
 }
 
 /// Runs a selector of the best tokens or blocks over rows of scores, with the results of its CPU body. Selectors with a

@@ -33,7 +33,7 @@ struct slot_reader {
 
 /// The most tokens of a head that a plan keeps and decodes; all where nothing is dropped.
 template <class Recipe>
-index_t most_indexed(const Recipe& recipe, const cache_options& options) {
+index_t max_indexed(const Recipe& recipe, const cache_options& options) {
   if (!Recipe::retain_type::drops) return options.tokens;
   index_t most = 0;
   for_each_plan(recipe, options, [&](const stage_plan& plan) {
@@ -47,12 +47,12 @@ template <class Recipe>
 index_t index_tokens(const Recipe& recipe, const cache_options& options) {
   if (options.index_tokens > 0) return options.index_tokens;
   if (!Recipe::retain_type::drops) return options.tokens;
-  return index_t((std::min<offset_t>)(options.tokens, 2 * offset_t(most_indexed(recipe, options)) + 1024));
+  return index_t((std::min<offset_t>)(options.tokens, 2 * offset_t(max_indexed(recipe, options)) + 1024));
 }
 /// Errors   an index for `room` tokens of a head is too small for what the recipe's plans keep; for `tokens`.
 template <class Recipe>
 void require_indexed(const Recipe& recipe, const cache_options& options, index_t room) {
-  const index_t needed = (std::min)(options.tokens, most_indexed(recipe, options));
+  const index_t needed = (std::min)(options.tokens, max_indexed(recipe, options));
   require(needed <= room, "tokens whose keys the budget's plans index", needed,
           "at most cache_options::index_tokens, which is " + std::to_string(room),
           "raise index_tokens, or make a new cache for this budget");

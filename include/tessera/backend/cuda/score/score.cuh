@@ -209,7 +209,7 @@ class attentive_score {
     int blocks = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, entry, threads, shared),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    return (std::min)(most_pieces, (std::max)(1, blocks) * device.multiprocessors);
+    return (std::min)(max_pieces, (std::max)(1, blocks) * device.multiprocessors);
   }
 
   index_t slots() const { return ceil_div(capacity_, split_); }

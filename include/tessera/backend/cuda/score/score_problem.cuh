@@ -46,7 +46,7 @@ struct work_line {
 
   __device__ index_t row_begin(index_t row) const { return row ? ends[row - 1] : 0; }
 
-  /// By all threads; it ends with a barrier. At most most_pieces blocks.
+  /// By all threads; it ends with a barrier. At most max_pieces blocks.
   template <int Threads, class UnitsOf>
   __device__ static work_line plan(index_t* ends, block_scan<Threads, index_t>& scan, index_t rows, index_t block,
                                    index_t blocks, const UnitsOf& units_of) {
@@ -165,7 +165,7 @@ __device__ __forceinline__ void stage_keys_at(const View& view, const scored_hea
 /// The same as score_rows_staged lays them.
 template <int Tokens, class View>
 __device__ void stage_keys(const View& view, const scored_head& at, index_t first, std::uint32_t to, int lane) {
-  const auto place = [to](int token, int chunk) { return to + score_rows_staged<View::k_dim>().place(token, chunk); };
+  const auto place = [to](int token, int chunk) { return to + score_rows_staged<View::k_dim>().offset(token, chunk); };
   stage_keys_at<Tokens>(view, at, first, place, lane);
 }
 

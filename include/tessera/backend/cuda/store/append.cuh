@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(Threads) number_segments_entry(const __grid_co
     };
     const index_t begin = behind_last(warp, of_warp & ((1u << lane) - 1));
     const index_t pieces = flag ? ceil_div(token + 1 - begin, most_segment_tokens) : 0;
-    const index_t number = segment + scan.before(pieces) + (token - begin) / most_segment_tokens;
+    const index_t number = segment + scan.exclusive_sum(pieces) + (token - begin) / most_segment_tokens;
     if (inside) {
       for (index_t h = 0; h < heads; ++h) p.segments.at(b, h, heads, p.view.length(b, h) + token) = number;
     }
@@ -268,8 +268,8 @@ __global__ void __launch_bounds__(append_threads)
                          bool overlaps, disorder_word word) {
   using encoding = typename View::encoding_type;
   using stored = typename encoding::stored_type;
-  constexpr int most_chunks = (View::k_dim > View::v_dim ? View::k_dim : View::v_dim) / append_chunk;
-  constexpr int lanes = most_chunks <= 8 ? 8 : most_chunks <= 16 ? 16 : 32, rows_at_once = append_threads / lanes;
+  constexpr int max_chunks = (View::k_dim > View::v_dim ? View::k_dim : View::v_dim) / append_chunk;
+  constexpr int lanes = max_chunks <= 8 ? 8 : max_chunks <= 16 ? 16 : 32, rows_at_once = append_threads / lanes;
   begin_append(overlaps);
   const append_share share(p);
   const int lane = threadIdx.x % lanes;

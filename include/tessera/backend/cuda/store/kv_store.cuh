@@ -340,7 +340,7 @@ class kv_store {
   offset_t bytes(sequence_layer owner) const {
     return rows_.bytes(order_.index(owner)) + columns_.rows(order_.index(owner)) * columns_.row_bytes();
   }
-  offset_t most_bytes() const { return rows_.most_bytes() + columns_.most_rows() * columns_.row_bytes(); }
+  offset_t peak_bytes() const { return rows_.peak_bytes() + columns_.peak_rows() * columns_.row_bytes(); }
 
  private:
   offset_t* begins(std::size_t at) const { return begins_.of(order_.owner(at)); }

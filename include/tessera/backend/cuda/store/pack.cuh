@@ -55,7 +55,7 @@ using tessera::slot_column;
 namespace detail {
 
 inline constexpr int pack_threads = 256;
-inline constexpr int most_pack_rows = 4096;
+inline constexpr int max_pack_rows = 4096;
 
 /// Scratch of the in-place gather: tickets, and a mark per tile when its rows have been read.
 struct pack_scratch {
@@ -78,19 +78,19 @@ struct pack_kernel {
   static constexpr bool scaled = From::encoding_type::scaled;
   static constexpr int D = From::k_dim, Dv = From::v_dim, per_chunk = 16 / int(sizeof(T));
   static constexpr int k_chunks = D / per_chunk, chunks = k_chunks + Dv / per_chunk;  // of 16 bytes, of one token
-  static constexpr int most_tile = 2048 / chunks;
-  static constexpr int tile = most_tile >= 128  ? 128
-                              : most_tile >= 64 ? 64
-                              : most_tile >= 32 ? 32
-                              : most_tile >= 16 ? 16
-                                                : 8;
+  static constexpr int max_tile = 2048 / chunks;
+  static constexpr int tile = max_tile >= 128  ? 128
+                              : max_tile >= 64 ? 64
+                              : max_tile >= 32 ? 32
+                              : max_tile >= 16 ? 16
+                                               : 8;
   static constexpr int each = (tile * chunks + pack_threads - 1) / pack_threads;
   static_assert(tile * chunks <= each * pack_threads && each <= 8, "tessera: a tile fits the registers of a block");
 
   struct shared {
     const T *from_k[tile], *from_v[tile];
     T *to_k[tile], *to_v[tile];
-    index_t ends[most_pack_rows];  // inclusive prefix sum of tiles by row
+    index_t ends[max_pack_rows];  // inclusive prefix sum of tiles by row
     block_scan<pack_threads, index_t> scan;
     index_t tile_id, next_ticket;
     unsigned epoch;
@@ -286,8 +286,8 @@ class pack {
  public:
   /// `capacity`: the most tokens that one (sequence, kv_head) may keep.
   pack(index_t sequences, index_t kv_heads, index_t capacity, const device_info& device) : rows_(sequences * kv_heads) {
-    require(rows_ <= detail::most_pack_rows, "sequences * kv_heads", rows_,
-            "at most " + std::to_string(detail::most_pack_rows), "split the batch");
+    require(rows_ <= detail::max_pack_rows, "sequences * kv_heads", rows_,
+            "at most " + std::to_string(detail::max_pack_rows), "split the batch");
     tiles_ = offset_t(rows_) * ceil_div((std::max)(capacity, 0), kernel::tile);
     int resident = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, detail::pack_entry<From, To, true, InPlace>,

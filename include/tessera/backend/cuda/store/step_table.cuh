@@ -12,7 +12,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-inline constexpr int ids_at_a_time = 64, most_columns = 8;
+inline constexpr int ids_at_a_time = 64, max_columns = 8;
 
 struct some_ids {
   index_t ids[ids_at_a_time];
@@ -30,7 +30,7 @@ struct gathered_column {
   index_t layers, width;
 };
 struct gathered_columns {
-  gathered_column columns[most_columns];
+  gathered_column columns[max_columns];
 };
 template <int Threads>
 __global__ void __launch_bounds__(Threads)

@@ -47,7 +47,7 @@ class decode_attention {
     require(kv_heads > 0, "kv_heads", kv_heads, "at least 1", "pass the model's head counts");
     require(q_heads > 0 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
             "pass the model's head counts");
-    require(rows_ <= detail::most_rows, "sequences * kv_heads", rows_, "at most " + std::to_string(detail::most_rows),
+    require(rows_ <= detail::max_rows, "sequences * kv_heads", rows_, "at most " + std::to_string(detail::max_rows),
             "split the batch");
     query_blocks_ = ceil_div(tokens * (q_heads / kv_heads), detail::rows_per_block);
     // What this device's code was compiled for decides the block, not the device: older code runs on newer devices.
@@ -66,7 +66,7 @@ class decode_attention {
     int resident = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, std::size_t(shared_bytes_)),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    blocks_ = (std::min)(detail::most_blocks, (std::max)(1, resident) * device.multiprocessors);
+    blocks_ = (std::min)(detail::max_blocks, (std::max)(1, resident) * device.multiprocessors);
   }
 
   std::size_t workspace_bytes() const { return state_at() + slots() * detail::rows_per_block * sizeof(float2); }

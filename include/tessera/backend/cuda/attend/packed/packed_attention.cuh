@@ -29,11 +29,11 @@ struct merge_memory {
   static constexpr bool holds_bases = Dv <= 128;                       // a block has no room for longer ones
   static constexpr int basis = holds_bases ? Dv * merged_columns : 0;  // of one segment
   int weights, segments, runs, words;
-  TESSERA_HD merge_memory(index_t parts, index_t most_segments)
-      : weights(bases + (most_segments < merging_groups ? int(most_segments) : merging_groups) * basis),
+  TESSERA_HD merge_memory(index_t parts, index_t max_segments)
+      : weights(bases + (max_segments < merging_groups ? int(max_segments) : merging_groups) * basis),
         segments(weights + int(parts) * merged_rows),
         runs(segments + int(parts)),
-        words(runs + 2 * (int(most_segments) + 1)) {}
+        words(runs + 2 * (int(max_segments) + 1)) {}
 };
 
 /// A block merges 8 query rows of one (sequence, kv_head), 32 columns of the output. Parts of one segment stand
@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(merging_threads)
     merge_packed_entry(const __grid_constant__ packed_problem<View, Out> p, packed_parts parts) {
   constexpr int Dv = View::v_dim;
   extern __shared__ uint4 shared_memory[];
-  const index_t heads = p.view.whole.kv_heads, most_segments = p.view.most_segments;
-  const merge_memory<Dv> memory(parts.parts, most_segments);
+  const index_t heads = p.view.whole.kv_heads, max_segments = p.view.max_segments;
+  const merge_memory<Dv> memory(parts.parts, max_segments);
   float* shared = reinterpret_cast<float*>(shared_memory);
   float *factor = shared + memory.factors, *weights = shared + memory.weights;
   auto* segments = reinterpret_cast<index_t*>(shared + memory.segments);
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(merging_threads)
 #pragma unroll 1
   for (index_t i = index_t(threadIdx.x); i < parts.parts; i += merging_threads) {
     const index_t segment = parts.segment[offset_t(lane_row) * parts.parts + i];
-    segments[i] = segment == most_segments ? whole_rows : segment;
+    segments[i] = segment == max_segments ? whole_rows : segment;
   }
 #pragma unroll 1
   for (index_t i = index_t(threadIdx.x); i < 2 * (whole_rows + 1); i += merging_threads) runs[i] = 0;
@@ -207,16 +207,16 @@ class attend_packed {
 
  public:
   /// `k`, `v`: the formats with the longest values and the most channels that segments have.
-  attend_packed(index_t sequences, index_t kv_heads, index_t q_heads, index_t tokens, index_t most_segments,
+  attend_packed(index_t sequences, index_t kv_heads, index_t q_heads, index_t tokens, index_t max_segments,
                 const packed_format& k, const packed_format& v, const device_info& device)
       : lanes_(sequences * kv_heads),
         rows_(tokens * (q_heads / kv_heads)),
         lengths_(k, v),
-        shape_(rows_, most_segments, lengths_),
-        most_segments_(most_segments) {
+        shape_(rows_, max_segments, lengths_),
+        max_segments_(max_segments) {
     attend_entry_ = detail::attend_packed_entry<View, Tile, Out>;
     merge_entry_ = detail::merge_packed_entry<View, Out>;
-    const std::string segments = " over " + std::to_string(most_segments) + " segments";
+    const std::string segments = " over " + std::to_string(max_segments) + " segments";
     allow_shared(attend_entry_, std::size_t(shape_.bytes), device, "packed attention" + segments);
     // All blocks run at once: a second wave would take as long as the first.
     int together = 0;
@@ -224,7 +224,7 @@ class attend_packed {
                                                         std::size_t(shape_.bytes)),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
     splits_ = std::clamp<index_t>(together * device.multiprocessors / (std::max)(1, lanes_), 1, 128);
-    parts_ = splits_ + most_segments + 1;
+    parts_ = splits_ + max_segments + 1;
     allow_shared(merge_entry_, merge_bytes(), device, "the merge of packed attention" + segments);
     overlapping_ = can_overlap(attend_entry_) && can_overlap(merge_entry_);
   }
@@ -240,10 +240,10 @@ class attend_packed {
            cudaStream_t stream) const {
     const index_t lanes = problem.view.whole.sequences * problem.view.whole.kv_heads;
     if (lanes == 0 || problem.q.tokens == 0) return;
-    require(lanes <= lanes_ && rotated.rows <= rows_ && problem.view.most_segments == most_segments_,
+    require(lanes <= lanes_ && rotated.rows <= rows_ && problem.view.max_segments == max_segments_,
             "rows of packed attention", std::to_string(lanes) + " x " + std::to_string(rotated.rows),
             "at most " + std::to_string(lanes_) + " x " + std::to_string(rows_) + " in a table of " +
-                std::to_string(most_segments_) + " segments",
+                std::to_string(max_segments_) + " segments",
             "make the operation for the largest batch and step");
     require(problem.unit >= 0, "unit", problem.unit, "0 or more",
             "pass the rows of a chosen block, 0: of segments' own");
@@ -274,7 +274,7 @@ class attend_packed {
 
  private:
   std::size_t merge_bytes() const {
-    return std::size_t(detail::merge_memory<Dv>(parts_, most_segments_).words) * sizeof(float);
+    return std::size_t(detail::merge_memory<Dv>(parts_, max_segments_).words) * sizeof(float);
   }
   std::size_t lines() const { return std::size_t(lanes_) * std::size_t(parts_); }
   std::size_t segment_bytes() const { return array_bytes<index_t>(lines()); }
@@ -283,7 +283,7 @@ class attend_packed {
   index_t lanes_, rows_;
   detail::packed_lengths<D, Dv> lengths_;
   detail::packed_memory<D, Dv> shape_;
-  index_t most_segments_, splits_ = 1, parts_ = 1;
+  index_t max_segments_, splits_ = 1, parts_ = 1;
   bool overlapping_ = false;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*attend_entry_)(packed_problem<View, Out>, rotated_rows, detail::packed_parts,

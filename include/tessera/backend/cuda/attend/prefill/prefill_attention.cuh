@@ -94,11 +94,11 @@ index_t check_prefill(const prefill_problem<View, Out>& p, index_t sequences, in
 /// taken.
 template <class Kernel>
 prefill_parts cut_prefill(index_t blocks, index_t places, bool in_turns, void* workspace, cudaStream_t stream) {
-  constexpr index_t most_splits = 32;  // enough to fill a large device from eight blocks
+  constexpr index_t max_splits = 32;  // enough to fill a large device from eight blocks
   prefill_parts parts;
   parts.items = blocks;
   if (!workspace) return parts;
-  parts.splits = std::clamp(places / blocks, 1, most_splits);
+  parts.splits = std::clamp(places / blocks, 1, max_splits);
   parts.items *= parts.splits;
   parts.out = static_cast<float*>(workspace);
   parts.state = reinterpret_cast<float2*>(parts.out + std::size_t(places) * Kernel::block_rows * Kernel::Dv);

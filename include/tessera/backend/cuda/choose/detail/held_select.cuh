@@ -109,7 +109,7 @@ struct held_select : row_select<Storage, Span> {
     neighbour_bits bits(held, part.quads(), first, own, prefix);
     for (int shift = 10; sharing != need && shift >= 0; shift -= 10) {
       if constexpr (Span > 1) {
-        if (sharing <= unsigned(Span * most_listed) && finish(s, bits, prefix, shift ? 21 : 10, need, sharing)) break;
+        if (sharing <= unsigned(Span * max_listed) && finish(s, bits, prefix, shift ? 21 : 10, need, sharing)) break;
       }
       const auto digit = [&](unsigned key) { return key >> shift & (shift ? 2047u : 1023u); };
       bits.each_maybe([&](int, unsigned, unsigned key) { atomicAdd(&s.histogram[digit(key)], 1u); });
@@ -127,7 +127,7 @@ struct held_select : row_select<Storage, Span> {
                                 unsigned& sharing) {
     bits.each_maybe([&](int, unsigned, unsigned key) {
       const unsigned at = atomicAdd(&s.listed, 1u);
-      if (at < most_listed) s.list[at] = key;
+      if (at < max_listed) s.list[at] = key;
     });
     if (!base::template finish_listed<true>(s, prefix, known_shift, need)) return false;
     sharing = s.in_digit;
@@ -138,7 +138,7 @@ struct held_select : row_select<Storage, Span> {
   /// The chosen, and the first `ties` of those that may be.
   __device__ static void write(Storage& s, const row_part<token_keys>& part, neighbour_bits& bits, index_t first,
                                unsigned ties, uint4* held, index_t* out) {
-    const unsigned counts = bits.counts(), before = s.scan.before(counts), all = s.scan.total();
+    const unsigned counts = bits.counts(), before = s.scan.exclusive_sum(counts), all = s.scan.total();
     const unsigned all_above = all & 0xffffu, all_equal = all >> 16;
     unsigned team_above = 0, team_equal = 0;
     if constexpr (Span > 1) {

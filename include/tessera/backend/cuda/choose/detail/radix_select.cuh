@@ -10,7 +10,7 @@ namespace cuda {
 namespace detail {
 
 inline constexpr int radix_bins = 2048;    // digits of 11, 11 and 10 bits
-inline constexpr int most_listed = 384;    // keys of one block that are worth listing instead of counting them again
+inline constexpr int max_listed = 384;     // keys of one block that are worth listing instead of counting them again
 inline constexpr int loads_in_flight = 4;  // 16-byte loads of a thread in the first pass
 
 template <int Threads, int Blocks>
@@ -18,7 +18,7 @@ struct select_storage {
   static constexpr int threads = Threads, warps = Threads / 32,
                        few = 64;  // counting pairs of more costs more than another digit
   alignas(16) unsigned histogram[radix_bins];
-  unsigned list[Blocks == 1 ? few : most_listed];  // keys that share the digits found so far, in any order
+  unsigned list[Blocks == 1 ? few : max_listed];  // keys that share the digits found so far, in any order
   unsigned listed, few_listed;
   // Inclusive counts of this block's share of the bins, highest bin first; later the last few keys.
   unsigned slice[Blocks == 1 ? few : radix_bins / Blocks];
@@ -121,7 +121,7 @@ struct row_select : row_compact<Storage, Span> {
     }
 #pragma unroll
     for (int j = 0; j < each; ++j) sum += mine[j];
-    unsigned before = s.scan.before(sum);
+    unsigned before = s.scan.exclusive_sum(sum);
     if constexpr (Span == 1) {
 #pragma unroll
       for (int j = 0; j < each; ++j) {
@@ -175,7 +175,7 @@ struct row_select : row_compact<Storage, Span> {
       at = __shfl_sync(~0u, at, 31) + to_lane - __popc(mask);
       for (; mask; mask &= mask - 1, ++at) {
         const int bit = __ffs(int(mask)) - 1;
-        if (at < most_listed) s.list[at] = part.key((first + bit / 4 * 32) * 4 + bit % 4);
+        if (at < max_listed) s.list[at] = part.key((first + bit / 4 * 32) * 4 + bit % 4);
       }
     }
     return finish_listed<Exact>(s, prefix, known_shift, need);
@@ -198,13 +198,13 @@ struct row_select : row_compact<Storage, Span> {
 #pragma unroll
       for (int block = 0; block < Span; ++block) counts[block] = team::load(s.listed, block);
 #pragma unroll
-      for (int block = 0; block < Span; ++block) fits &= counts[block] <= most_listed;
+      for (int block = 0; block < Span; ++block) fits &= counts[block] <= max_listed;
       if (!fits) return false;
-      static_assert(most_listed <= threads, "tessera: a thread takes one key of every block");
+      static_assert(max_listed <= threads, "tessera: a thread takes one key of every block");
       unsigned mine[Span];
 #pragma unroll
       for (int block = 0; block < Span; ++block) {
-        mine[block] = threadIdx.x < counts[block] ? team::load(s.list[threadIdx.x % most_listed], block)
+        mine[block] = threadIdx.x < counts[block] ? team::load(s.list[threadIdx.x % max_listed], block)
                                                   : 0u;  // 0 begins like no key
       }
       using alone = row_select<Storage, 1>;
@@ -278,7 +278,7 @@ struct row_select : row_compact<Storage, Span> {
       equal = s.in_digit;
       // Every key of this digit is chosen: the lower digits do not matter.
       if (!Exact && pass < 2 && equal == need) return {(prefix << shift) - 1u, 0, 0};
-      if (pass < 2 && equal <= unsigned(Span == 1 ? storage::few : Span * most_listed)) {
+      if (pass < 2 && equal <= unsigned(Span == 1 ? storage::few : Span * max_listed)) {
         if constexpr (Span == 1) {
           if (threadIdx.x == 0) s.listed = 0;
           __syncthreads();

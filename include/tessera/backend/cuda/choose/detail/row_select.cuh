@@ -55,7 +55,7 @@ __device__ void register_row(Storage& s, const token_keys& keys, index_t room, i
   }
   if (!ties) equal = 0;
   const unsigned counts = __popc(chosen ^ equal) | __popc(equal) << 16;  // 8,192 at most
-  const unsigned before = s.scan.before(counts);
+  const unsigned before = s.scan.exclusive_sum(counts);
   const unsigned equal_before = before >> 16;
   index_t to = index_t((before & 0xffffu) + (ties ? (min)(equal_before, need) : 0u));
   for (unsigned left = need > equal_before ? need - equal_before : 0u; equal; equal &= equal - 1) {

@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(Threads)
       add(across, [&](index_t at) { return lines.slash_length(at); });
       add(down, [&](index_t at) { return lines.vertical_length(at); });
     }
-    index_t to = listed + scan.before(word < words ? index_t(__popc(down)) : 0);
+    index_t to = listed + scan.exclusive_sum(word < words ? index_t(__popc(down)) : 0);
     if (word < words) {
       slash[words - 1 - word] = __brev(across);  // distances fall as bits rise
       vertical[word] = down;
@@ -178,17 +178,17 @@ class choose_lines {
   using T = typename View::element_type;
   using logits = detail::line_logits<View>;
   static constexpr bool asks_attention = covering_pattern<Pattern> || counted_pattern<Pattern>;
-  static constexpr int threads = 1024, most_cluster = 4;
+  static constexpr int threads = 1024, max_cluster = 4;
 
  public:
-  /// `positions`: no position and no slot reaches it. `most_rows`: of a sample. `bytes`: what the workspace may come
+  /// `positions`: no position and no slot reaches it. `max_rows`: of a sample. `bytes`: what the workspace may come
   /// to, unless one kv_head needs more.
-  choose_lines(index_t kv_heads, index_t q_heads, index_t positions, index_t most_rows, const device_info& device,
+  choose_lines(index_t kv_heads, index_t q_heads, index_t positions, index_t max_rows, const device_info& device,
                std::size_t bytes = std::size_t(1) << 30)
-      : kv_heads_(kv_heads), q_heads_(q_heads), words_((std::max)(1, ceil_div(positions, 32))), most_rows_(most_rows) {
+      : kv_heads_(kv_heads), q_heads_(q_heads), words_((std::max)(1, ceil_div(positions, 32))), max_rows_(max_rows) {
     require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
             "pass the model's head counts");
-    require(positions >= 0 && positions < (1 << 29) && most_rows >= 0, "positions", positions, "0 to 2^29",
+    require(positions >= 0 && positions < (1 << 29) && max_rows >= 0, "positions", positions, "0 to 2^29",
             "pass how long a conversation becomes");
     at_once_ =
         index_t(std::clamp<std::size_t>(bytes / (std::max<std::size_t>)(1, bytes_of(1)), 1, std::size_t(kv_heads)));
@@ -199,7 +199,7 @@ class choose_lines {
     numbers_ = device_buffer<index_t>(2 * heads);
     entries_ = device_buffer<unsigned long long>(heads);
     flags_ = device_buffer<std::uint8_t>(2 * heads * all);
-    rows_ = device_buffer<index_t>(std::size_t((std::max)(1, most_rows)));
+    rows_ = device_buffer<index_t>(std::size_t((std::max)(1, max_rows)));
     if constexpr (asks_attention) {
       clusters_ = may_cluster(device);
       logits_entry_ = detail::line_logits_entry<View>;
@@ -246,7 +246,7 @@ class choose_lines {
     if constexpr (asks_attention) {
       if (seen.row_count > 0 && looks(pattern)) {
         set_rows(sampled, stream);
-        const std::size_t rows_of_all = heads * std::size_t(most_rows_);
+        const std::size_t rows_of_all = heads * std::size_t(max_rows_);
         seen.logits = reinterpret_cast<float*>(take(rows_of_all * all * sizeof(float)));
         seen.parts = reinterpret_cast<float2*>(take(rows_of_all * parts_of_row() * sizeof(float2)));
         seen.verticals = reinterpret_cast<float*>(take(heads * all * sizeof(float)));
@@ -295,7 +295,7 @@ class choose_lines {
     const std::size_t tables =
         array_bytes<index_t>(std::size_t(kv_heads_) * all) + array_bytes<index_t>(std::size_t(kv_heads_) * (all + 1));
     if (!asks_attention) return tables;
-    const std::size_t rows = heads * std::size_t(most_rows_);
+    const std::size_t rows = heads * std::size_t(max_rows_);
     return tables + array_bytes<float>(rows * all) + array_bytes<float2>(rows * parts_of_row()) +
            2 * array_bytes<float>(heads * all) + array_bytes<float2>(rows) + array_bytes<detail::line_counters>(heads) +
            array_bytes<index_t>(heads * 6 * all);
@@ -303,7 +303,7 @@ class choose_lines {
 
   static bool may_cluster(const device_info& device) {
     return device.compute_capability >= 90 &&
-           can_overlap(detail::choose_lines_entry<Pattern, most_cluster, threads>);  // compiled for sm_90 or newer
+           can_overlap(detail::choose_lines_entry<Pattern, max_cluster, threads>);  // compiled for sm_90 or newer
   }
 
   void set_rows(const host_vector<index_t>& sampled, cudaStream_t stream) const {
@@ -350,7 +350,7 @@ class choose_lines {
       launch(entry, shape, stream, "launch of choose_lines", pattern, seen, counters, lists);
     };
     if (clusters_)
-      with(detail::choose_lines_entry<Pattern, most_cluster, threads>, most_cluster);
+      with(detail::choose_lines_entry<Pattern, max_cluster, threads>, max_cluster);
     else
       with(detail::choose_lines_entry<Pattern, 1, threads>, 1);
   }
@@ -365,8 +365,8 @@ class choose_lines {
             "pass the queries of the whole chunk");
     require(p.first >= 0 && p.first <= positions() - p.q.tokens, "position behind the chunk",
             offset_t(p.first) + p.q.tokens, "at most " + std::to_string(positions()), "make the operation for more");
-    require(sampled.size() <= std::size_t(most_rows_), "sampled rows", sampled.size(),
-            "at most " + std::to_string(most_rows_), "make the operation for more");
+    require(sampled.size() <= std::size_t(max_rows_), "sampled rows", sampled.size(),
+            "at most " + std::to_string(max_rows_), "make the operation for more");
     for (std::size_t i = 0; i < sampled.size(); ++i) {
       require(sampled[i] >= (i == 0 ? p.first : sampled[i - 1] + 1) && sampled[i] < p.first + p.q.tokens, "sampled row",
               sampled[i], "ascending positions of the chunk", "sample rows of the chunk");
@@ -378,7 +378,7 @@ class choose_lines {
     require_rows_on_16_bytes("q", p.q);
   }
 
-  index_t kv_heads_, q_heads_, words_, most_rows_, at_once_ = 1;
+  index_t kv_heads_, q_heads_, words_, max_rows_, at_once_ = 1;
   bool clusters_ = false;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*logits_entry_)(View, rows_view<const T>, logit_rule, detail::line_sample, index_t) = nullptr;

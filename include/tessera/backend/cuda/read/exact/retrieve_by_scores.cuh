@@ -24,15 +24,15 @@ class retrieve_by_scores {
   using finish = finish_scores<scorer>;
 
  public:
-  /// `most_read`: the most tokens that a step attends under any plan; `capacity`: the most that a row ever holds.
-  retrieve_by_scores(const Recipe& recipe, index_t most_read, const model_shape& shape, index_t sequences,
+  /// `max_read`: the most tokens that a step attends under any plan; `capacity`: the most that a row ever holds.
+  retrieve_by_scores(const Recipe& recipe, index_t max_read, const model_shape& shape, index_t sequences,
                      index_t tokens, index_t capacity, const device_info& device)
       : scorer_(recipe.retrieve.scorer),
         rule_(recipe.attention.rule),
         rows_(sequences * shape.kv_heads),
         heads_(shape.kv_heads),
         capacity_(capacity),
-        most_((std::min)(most_read, capacity)),
+        most_((std::min)(max_read, capacity)),
         score_(sequences, shape.kv_heads, shape.q_heads, tokens, capacity, device),
         finish_(sequences, shape.kv_heads, capacity, device),
         select_(recipe.retrieve.selector, rows_, capacity, device, most_),
@@ -90,7 +90,7 @@ class retrieve_by_scores {
     return (std::max<offset_t>)(0, n - plan.read) * View::k_dim * offset_t(sizeof(T));
   }
   /// The most tokens that a plan attends.
-  static offset_t most_read(const read_plan& plan) { return plan.read; }
+  static offset_t max_read(const read_plan& plan) { return plan.read; }
 
  private:
   scorer scorer_;

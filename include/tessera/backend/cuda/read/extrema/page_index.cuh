@@ -35,8 +35,8 @@ struct page_problem {
 
 namespace detail {
 
-inline constexpr int most_step_tokens = 8;
-inline constexpr int most_query_rows = 128;  // of a group: step tokens times query heads
+inline constexpr int max_step_tokens = 8;
+inline constexpr int max_query_rows = 128;  // of a group: step tokens times query heads
 
 struct slot_run {
   index_t begin, end;

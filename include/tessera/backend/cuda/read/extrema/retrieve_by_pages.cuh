@@ -37,7 +37,7 @@ class retrieve_by_pages {
       : rule_(recipe.attention.rule),
         unit_(unit_of(recipe)),
         choose_(recipe.retrieve.scorer, unit_, bounds, sequences, shape.kv_heads, shape.q_heads, tokens, device),
-        indices_(std::size_t(sequences) * std::size_t(shape.kv_heads) * std::size_t(choose_.most_chosen())),
+        indices_(std::size_t(sequences) * std::size_t(shape.kv_heads) * std::size_t(choose_.max_chosen())),
         counts_(std::size_t(sequences) * std::size_t(shape.kv_heads)),
         mass_(scorer::adds_mean_value ? std::size_t(sequences) * std::size_t(tokens) * std::size_t(shape.q_heads) : 0),
         scratch_(choose_.workspace_bytes()) {}
@@ -78,7 +78,7 @@ class retrieve_by_pages {
     return pages * plan.channels * (scorer::normalised || plan.page == 1 ? 1 : 2) * offset_t(sizeof(T));
   }
   /// The most tokens that a plan attends.
-  offset_t most_read(const read_plan& plan) const {
+  offset_t max_read(const read_plan& plan) const {
     return unit_ == selection_unit::token ? plan.read : offset_t(ceil_div(plan.read, plan.page)) * plan.page;
   }
   const float* mass() const { return mass_.data(); }
@@ -96,12 +96,12 @@ class retrieve_by_pages {
     problem.first_position = first_position;
     problem.rule = rule_;
     problem.out = indices_.data();
-    problem.out_stride = choose_.most_chosen();
+    problem.out_stride = choose_.max_chosen();
     problem.counts = counts_.data();
     problem.mass = mass_.data();
     return problem;
   }
-  selection_view chosen() const { return {indices_.data(), counts_.data(), nullptr, choose_.most_chosen()}; }
+  selection_view chosen() const { return {indices_.data(), counts_.data(), nullptr, choose_.max_chosen()}; }
 
   logit_rule rule_;
   selection_unit unit_;

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(Threads)
     taken = end;
     __syncthreads();
     mine = words[thread];
-    index_t at = written + scan.before(__popc(mine));
+    index_t at = written + scan.exclusive_sum(__popc(mine));
     written += scan.total();
     for (; mine != 0; mine &= mine - 1) out[at++] = (word + thread) * 32 + __ffs(int(mine)) - 1;
     __syncthreads();  // the scan's memory and the words are free again
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(Threads)
       found += is_new;
     }
   }
-  scan.before(found);
+  scan.exclusive_sum(found);
   const index_t total = scan.total();
   if (threadIdx.x != 0) return;
   const offset_t at = offset_t(from.ids[row / from.kv_heads]) * from.kv_heads + row % from.kv_heads;

@@ -39,23 +39,23 @@ class decode_blocks {
  public:
   /// `capacity`: the most packed rows of a (sequence, kv_head) that may come.
   decode_blocks(const block_mean& scorer, const whole_blocks& selector, index_t tokens, index_t sequences,
-                index_t kv_heads, index_t q_heads, index_t step_tokens, index_t capacity, index_t most_segments,
+                index_t kv_heads, index_t q_heads, index_t step_tokens, index_t capacity, index_t max_segments,
                 const segment_limits& limits, const device_info& device)
       : scorer_(scorer),
         block_(checked_block(selector, tokens)),
         tokens_(tokens),
         lanes_(sequences * kv_heads),
-        most_segments_(most_segments),
+        max_segments_(max_segments),
         // Segments begin with new blocks, so that each may have one that is not whole.
-        capacity_((ceil_div(capacity, limits.least_block) + most_segments + 3) / 4 * 4),
+        capacity_((ceil_div(capacity, limits.least_block) + max_segments + 3) / 4 * 4),
         read_((std::min)(limits.alike ? ceil_div(tokens, block_)
-                                    : trim_blocks<View>::most_chosen(tokens, limits.least_block, most_segments),
+                                    : trim_blocks<View>::max_chosen(tokens, limits.least_block, max_segments),
                        capacity_)),
-        rotate_(sequences, kv_heads, q_heads, step_tokens, most_segments),
-        score_(capacity_, most_segments),
+        rotate_(sequences, kv_heads, q_heads, step_tokens, max_segments),
+        score_(capacity_, max_segments),
         select_(top_tokens{}, lanes_, capacity_, device, read_),
-        attend_(sequences, kv_heads, q_heads, step_tokens, most_segments, limits.k, limits.v, device) {
-    if (!limits.alike) trim_.emplace(lanes_, read_, most_segments, device);
+        attend_(sequences, kv_heads, q_heads, step_tokens, max_segments, limits.k, limits.v, device) {
+    if (!limits.alike) trim_.emplace(lanes_, read_, max_segments, device);
   }
 
   std::size_t workspace_bytes() const { return place(7); }
@@ -114,7 +114,7 @@ class decode_blocks {
                                  array_bytes<float>(lanes * std::size_t(capacity_)),
                                  array_bytes<index_t>(lanes * std::size_t(read_)),
                                  array_bytes<index_t>(2 * lanes),
-                                 trim_ ? array_bytes<index_t>(lanes * std::size_t(most_segments_ + 1)) : 0,
+                                 trim_ ? array_bytes<index_t>(lanes * std::size_t(max_segments_ + 1)) : 0,
                                  trim_ ? trim_->workspace_bytes() : 0};
     std::size_t begin = 0;
     for (int j = 0; j < i; ++j) begin += padded(bytes[j]);
@@ -126,7 +126,7 @@ class decode_blocks {
   }
 
   block_mean scorer_;
-  index_t block_, tokens_, lanes_, most_segments_, capacity_, read_;
+  index_t block_, tokens_, lanes_, max_segments_, capacity_, read_;
   rotate_queries<View> rotate_;
   score_blocks<View, Tile> score_;
   select_slots<top_tokens> select_;

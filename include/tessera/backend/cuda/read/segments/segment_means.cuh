@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Threads) find_runs_entry(const __grid_constant
   for (index_t first = 0; first < slots; first += Threads) {
     const index_t slot = first + index_t(threadIdx.x);
     const bool begins = slot < slots && (slot == 0 || view.segment(b, h, slot) != view.segment(b, h, slot - 1));
-    const index_t run = runs + scan.before(index_t(begins));
+    const index_t run = runs + scan.exclusive_sum(index_t(begins));
     if (begins) index.firsts[row * index.room + run] = slot;
     runs += scan.total();
     __syncthreads();  // the scan is free again

@@ -61,7 +61,7 @@ struct lagged_columns {
     const offset_t token = keys ? view.k_strides.token : view.v_strides.token;
     const stored* from = (keys ? view.key(b, h, 0) : view.value(b, h, 0)) +
                          token * (first + (keys ? q : q - count - 1) * lag + row) + chunk * contents_chunk;
-    std::uint32_t to = staged + std::uint32_t(q % 2 * lag * layout.bytes()) + staged_rows{layout}.place(row, chunk);
+    std::uint32_t to = staged + std::uint32_t(q % 2 * lag * layout.bytes()) + staged_rows{layout}.offset(row, chunk);
 #pragma unroll
     for (int i = 0; i < lag / at_once; ++i, from += token * at_once, to += at_once * layout.bytes())
       copy_async16(to, from, true);
@@ -70,7 +70,8 @@ struct lagged_columns {
   /// The lane's chunk of rows lane % rows, and so on every `rows`.
   __device__ void take(index_t q, raw (&to)[each]) const {
     const unsigned char* from =
-        staged_at + q % 2 * lag * layout.bytes() + staged_rows{layout}.place(lane % rows, warp * of_warp + lane / rows);
+        staged_at + q % 2 * lag * layout.bytes() +
+        staged_rows{layout}.offset(lane % rows, warp * of_warp + lane / rows);
 #pragma unroll
     for (int u = 0; u < each; ++u) {
       *reinterpret_cast<uint4*>(to[u].element) = *reinterpret_cast<const uint4*>(from + u * rows * layout.bytes());

@@ -64,8 +64,8 @@ __device__ void rank_partition(const Scorer& scorer, const float* keys, float* v
 }
 
 /// Partitions of at most so many slots stay in a warp's registers: `slots_each` side by side in every lane.
-inline constexpr index_t most_sorted = 128;
-inline constexpr int slots_each = most_sorted / 32;
+inline constexpr index_t max_sorted = 128;
+inline constexpr int slots_each = max_sorted / 32;
 
 /// As above, of spreads in registers; what is not a number stays aside.
 __device__ inline void halve_softmax(float (&spreads)[slots_each]) {
@@ -87,11 +87,11 @@ __device__ inline void halve_softmax(float (&spreads)[slots_each]) {
 __device__ inline void sort_in_warp(std::uint64_t (&x)[slots_each]) {
   const int lane = int(threadIdx.x) % 32;
 #pragma unroll
-  for (int run = 2; run <= int(most_sorted); run *= 2) {
+  for (int run = 2; run <= int(max_sorted); run *= 2) {
 #pragma unroll
     for (int step = run / 2; step > 0; step /= 2) {
       if (step >= slots_each) {
-        const bool ascends = run == int(most_sorted) || (lane & (run / slots_each)) == 0;
+        const bool ascends = run == int(max_sorted) || (lane & (run / slots_each)) == 0;
         const bool takes_less = ((lane & (step / slots_each)) == 0) == ascends;
 #pragma unroll
         for (std::uint64_t& own : x) {
@@ -112,7 +112,7 @@ __device__ inline void sort_in_warp(std::uint64_t (&x)[slots_each]) {
   }
 }
 
-/// As rank_partition, of at most `most_sorted` slots and of spreads as they were measured. To compare each slot with
+/// As rank_partition, of at most `max_sorted` slots and of spreads as they were measured. To compare each slot with
 /// each other took twice the instructions: 163 us of 8 x 128K, 150 so (H200, CUDA 13.0).
 template <class Scorer>
 __device__ void rank_by_sorting(const Scorer& scorer, const float* keys, const float* values, float* out) {
@@ -130,12 +130,12 @@ __device__ void rank_by_sorting(const Scorer& scorer, const float* keys, const f
 #pragma unroll
   for (index_t i = 0; i < slots_each; ++i) {
     const unsigned key = first + i < scorer.lag ? unsigned(spread_key(of_keys[i] + of_values[i]) + 1) : ~0u;
-    sorted[i] = std::uint64_t(key) << 32 | unsigned(most_sorted - 1 - (first + i));
+    sorted[i] = std::uint64_t(key) << 32 | unsigned(max_sorted - 1 - (first + i));
   }
   sort_in_warp(sorted);
 #pragma unroll
   for (index_t i = 0; i < slots_each; ++i) {
-    const index_t slot = most_sorted - 1 - index_t(unsigned(sorted[i]));
+    const index_t slot = max_sorted - 1 - index_t(unsigned(sorted[i]));
     if (slot < scorer.lag) out[slot] = sorted[i] >> 32 ? scorer.ranked(first + i) : nanf("");
   }
 }
@@ -146,7 +146,7 @@ __device__ void rank_run(const Scorer& scorer, float* keys, float* values, index
   const index_t lag = scorer.lag;
   for (index_t i = threadIdx.x / 32; i < count; i += index_t(blockDim.x) / 32) {
     float *own_keys = keys + i * lag, *own_values = values + i * lag;
-    if (lag <= most_sorted) {
+    if (lag <= max_sorted) {
       rank_by_sorting(scorer, own_keys, own_values, out + i * lag);
       continue;
     }

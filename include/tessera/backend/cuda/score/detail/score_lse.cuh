@@ -71,7 +71,7 @@ struct lse_kernel {
         for (int pair = 0; pair < pairs; ++pair) {
           std::uint32_t b[4];
           const int token = run + pair * 16 + matrix / 2 * 8 + in_matrix;
-          load_matrices(b, shared + score_rows_staged<D>().place(token, step * 2 + matrix % 2));
+          load_matrices(b, shared + score_rows_staged<D>().offset(token, step * 2 + matrix % 2));
 #pragma unroll
           for (int m = 0; m < RowTiles; ++m) {
             multiply<T>(s[m][pair * 2], q[m][step], b[0], b[1]);

@@ -165,7 +165,7 @@ struct sum_kernel {
     for (int id = threadIdx.x; id < chunk_rows * pieces; id += threads) {
       const int r = id / pieces, piece = id % pieces;
       const bool valid = first + r < at.query_rows;
-      copy_async16(rows + score_rows_staged<D>().place(r, piece), at.query(p, valid ? first + r : 0) + piece * 8,
+      copy_async16(rows + score_rows_staged<D>().offset(r, piece), at.query(p, valid ? first + r : 0) + piece * 8,
                    valid);
     }
     if (threadIdx.x < chunk_rows) {
@@ -204,7 +204,7 @@ struct sum_kernel {
       for (int step = 0; step < D / 16; ++step) {
         std::uint32_t b[4];
         const int r = group + matrix / 2 * 8 + in_matrix;
-        load_matrices(b, queries + score_rows_staged<D>().place(r, step * 2 + matrix % 2));
+        load_matrices(b, queries + score_rows_staged<D>().offset(r, step * 2 + matrix % 2));
 #pragma unroll
         for (int m = 0; m < key_tiles; ++m) {
           multiply<T>(s[m][0], k[m][step], b[0], b[1]);
@@ -313,7 +313,7 @@ struct sum_kernel {
         for (int m = 0; m < key_tiles; ++m) {
 #pragma unroll
           for (int step = 0; step < D / 16; ++step) {
-            load_matrices(k[m][step], from + score_rows_staged<D>().place(m * 16 + lane % 16, step * 2 + lane / 16));
+            load_matrices(k[m][step], from + score_rows_staged<D>().offset(m * 16 + lane % 16, step * 2 + lane / 16));
           }
         }
         __syncwarp();

@@ -37,7 +37,7 @@ class wide_keys {
 
  public:
   __device__ wide_keys(const View& view, const scored_head& at, int lane)
-      : lane_(lane), place_(wide::place(Rows, lane / chunks, lane % chunks)) {
+      : lane_(lane), place_(wide::offset(Rows, lane / chunks, lane % chunks)) {
     if constexpr (in_runs) {
       stride_ = view.k_strides.token * offset_t(sizeof(T));
       from_ = reinterpret_cast<const unsigned char*>(view.key(at.sequence, at.head, 0)) + lane / chunks * stride_ +
@@ -63,7 +63,7 @@ class wide_keys {
   __device__ __forceinline__ void bring(const View& view, const scored_head& at, index_t first,
                                         std::uint32_t to) const {
     stage_keys_at<16>(
-        view, at, first, [to](int token, int chunk) { return to + wide::place(Rows, token, chunk); }, lane_);
+        view, at, first, [to](int token, int chunk) { return to + wide::offset(Rows, token, chunk); }, lane_);
   }
 
  private:

@@ -84,7 +84,8 @@ struct wide_lse_kernel {
 #pragma unroll
     for (int step = 0; step < D / 16; ++step) {
       wide::multiply(s, q[step],
-                     wide::operand(keys + std::uint32_t(step % 4 * 32) + wide::place(tile, 0, step / 4 * 8)), step > 0);
+                     wide::operand(keys + std::uint32_t(step % 4 * 32) + wide::offset(tile, 0, step / 4 * 8)),
+                     step > 0);
     }
     wide::commit();
     wide::finish(s);

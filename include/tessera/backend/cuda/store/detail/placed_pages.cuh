@@ -96,7 +96,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
       table.insert(table.end(), some.pages, some.pages + count);
       more -= count;
     }
-    most_used_ = (std::max)(most_used_, offset_t(pages_) - offset_t(free_.size()));
+    peak_used_ = (std::max)(peak_used_, offset_t(pages_) - offset_t(free_.size()));
   }
   void took(std::size_t, index_t) {}
 
@@ -127,7 +127,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
   offset_t bytes(std::size_t place) const {
     return offset_t(held_[place].size()) * page_rows() * Layout::token_bytes();
   }
-  offset_t most_bytes() const { return most_used_ * page_rows() * Layout::token_bytes(); }
+  offset_t peak_bytes() const { return peak_used_ * page_rows() * Layout::token_bytes(); }
 
  private:
   offset_t page_rows() const { return offset_t(Page) * heads_; }
@@ -157,7 +157,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
 
   index_t sequences_, heads_, widest_;
   index_t pages_;
-  offset_t planned_ = 0, most_used_ = 0;
+  offset_t planned_ = 0, peak_used_ = 0;
   index_t tokens_planned_ = 0;
   host_vector<index_t> free_;
   host_vector<host_vector<index_t>> held_;  // by place

@@ -179,7 +179,7 @@ class placed_rows<Layout, ragged_pages> {
       }
       room = tokens;
     }
-    most_used_ = (std::max)(most_used_, offset_t(pool_.made()) - pool_.idle());
+    peak_used_ = (std::max)(peak_used_, offset_t(pool_.made()) - pool_.idle());
   }
   /// All places of a plan have been committed: the tables get what is new in them.
   void finish(cudaStream_t stream) {
@@ -264,7 +264,7 @@ class placed_rows<Layout, ragged_pages> {
     }
     return blocks * page_ * Layout::token_bytes();
   }
-  offset_t most_bytes() const { return most_used_ * page_rows() * Layout::token_bytes(); }
+  offset_t peak_bytes() const { return peak_used_ * page_rows() * Layout::token_bytes(); }
 
  private:
   struct entry {
@@ -329,7 +329,7 @@ class placed_rows<Layout, ragged_pages> {
   host_vector<std::size_t> touched_;
   offset_t more_ = 0;  // what the plan claims of the pool beyond what is claimed
   index_t tokens_planned_ = 0;
-  offset_t most_used_ = 0;
+  offset_t peak_used_ = 0;
   std::size_t entries_planned_ = 0;
   host_vector<entry> entries_;  // of tables, until they are sent
   device_buffer<stored_type> k_, v_;

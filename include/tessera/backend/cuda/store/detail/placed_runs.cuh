@@ -174,7 +174,7 @@ class placed_rows<Layout, runs> {
 
   void clear(std::size_t place) { pool_.clear(place); }
   offset_t bytes(std::size_t place) const { return pool_.rows(place) * Layout::token_bytes(); }
-  offset_t most_bytes() const { return pool_.most_rows() * Layout::token_bytes(); }
+  offset_t peak_bytes() const { return pool_.peak_rows() * Layout::token_bytes(); }
 
  private:
   view_type view(const offset_t* begins, index_t batch) const {

@@ -24,9 +24,9 @@ struct plane {
 
 namespace detail {
 
-inline constexpr int most_planes = 4;
+inline constexpr int max_planes = 4;
 struct plane_list {
-  plane planes[most_planes];
+  plane planes[max_planes];
 };
 
 /// New beginnings of one place's heads: one after another from `first`, each with its tokens and `room` more; without
@@ -119,7 +119,7 @@ class run_pool {
     for (const index_t bytes : row_bytes_) total += bytes;
     return total;
   }
-  offset_t most_rows() const { return most_used_; }
+  offset_t peak_rows() const { return peak_used_; }
 
   // --- another size
   // ---------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class run_pool {
   /// Begins a plan; `abandon` puts everything back as it was then.
   void plan() {
     before_ = runs_;
-    before_used_ = {used_, most_used_};
+    before_used_ = {used_, peak_used_};
     steps_.clear();
     next_ = 0;
   }
@@ -188,7 +188,7 @@ class run_pool {
     runs_ = before_;
     order_.clear();
     used_ = before_used_[0];
-    most_used_ = before_used_[1];
+    peak_used_ = before_used_[1];
     steps_.clear();
     next_ = 0;
   }
@@ -199,7 +199,7 @@ class run_pool {
     const offset_t first = find(rows);
     steps_.push_back({place, runs_[place].first, first, rows, false});
     used_ += rows - runs_[place].rows;
-    most_used_ = (std::max)(most_used_, used_);
+    peak_used_ = (std::max)(peak_used_, used_);
     leave_order(place);
     runs_[place] = {first, rows, room};
     if (rows > 0) order_.insert(at_row(first), place);
@@ -346,7 +346,7 @@ class run_pool {
   }
 
   index_t heads_, least_held_ = 0;
-  offset_t rows_, used_ = 0, most_used_ = 0;
+  offset_t rows_, used_ = 0, peak_used_ = 0;
   const char* what_;
   host_vector<run> runs_, before_;
   host_vector<std::size_t> order_;  // see in_order; empty: not known

@@ -49,8 +49,8 @@ class kv_store<Layout> {
         whole_(layers, sequences, kv_heads, tokens, rows, with, where),
         packing_(layers, *roles),
         packed_(formats_of(layout, with.mean_block), packing_.count, sequences, kv_heads, tokens,
-                most_segments(layout, tokens)),
-        searches_(layout.rows, packed_.formats(), packing_.count, sequences, kv_heads, packed_.most_segments()),
+                max_segments(layout, tokens)),
+        searches_(layout.rows, packed_.formats(), packing_.count, sequences, kv_heads, packed_.max_segments()),
         maker_(layout, packed_.formats(), with.mean_block, packing_.count, sequences, kv_heads, tokens),
         newest_(kv_heads, rows_.tail.tail) {
     whole_.hold_at_least(rows_.tail.tail + spare_room(rows_.tail.tail));  // a tail fills without moving
@@ -157,8 +157,8 @@ class kv_store<Layout> {
       const bool begins = begins_segments(owner, prompt);
       const index_t share = begins && prompt > 0 ? rows_.segment : due;
       const bool joins = !begins && searches_.joins(packed_owner(owner), packed_.segments(packed_owner(owner)));
-      require(joins || index_t(held) + ceil_div(due, share) <= packed_.most_segments(), "segments of a sequence",
-              index_t(held) + ceil_div(due, share), "at most " + std::to_string(packed_.most_segments()),
+      require(joins || index_t(held) + ceil_div(due, share) <= packed_.max_segments(), "segments of a sequence",
+              index_t(held) + ceil_div(due, share), "at most " + std::to_string(packed_.max_segments()),
               "raise cache_options::tokens");
       made.owners.push_back(owner);
       made.left.push_back({{whole - due, offset_t(heads_) * (whole - due)}, {}});
@@ -222,7 +222,7 @@ class kv_store<Layout> {
     const index_t due = this->due(owner, prompt);
     const std::size_t held = due > 0 ? packed_.segments(packed_owner(owner)).size() : 0;
     if (due == 0 || !begins_segments(owner, prompt) ||
-        index_t(held) + ceil_div(due, rows_.segment) > packed_.most_segments())
+        index_t(held) + ceil_div(due, rows_.segment) > packed_.max_segments())
       return;
     packing_plan plan;
     add_spans(plan.own, owner, due, rows_.segment);
@@ -326,7 +326,7 @@ class kv_store<Layout> {
     if (!packs(owner.layer)) return whole_.bytes(owner);
     return whole_.bytes(owner) + packed_.bytes(packed_owner(owner)) + searches_.bytes(packed_owner(owner));
   }
-  offset_t most_bytes() const { return whole_.most_bytes() + packed_.bytes(); }
+  offset_t peak_bytes() const { return whole_.peak_bytes() + packed_.bytes(); }
   /// Of one head of which a step attends `attended` tokens. Blocks are scored whatever the budget.
   offset_t step_bytes(sequence_layer owner, offset_t attended) const {
     const offset_t whole = (std::min<offset_t>)(attended, always_read(owner));

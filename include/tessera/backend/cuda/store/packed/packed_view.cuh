@@ -63,9 +63,9 @@ struct packed_view {
   using whole_type = Whole;
   static constexpr int k_dim = Whole::k_dim, v_dim = Whole::v_dim;
 
-  const device_segment* segments = nullptr;  ///< [places, most_segments]
+  const device_segment* segments = nullptr;  ///< [places, max_segments]
   const index_t* counts = nullptr;           ///< [places], segments that there are
-  index_t most_segments = 0;
+  index_t max_segments = 0;
   const index_t* places = nullptr;  ///< [sequences]; null: a sequence's number is its place
   index_t packed = 0;               ///< of one sequence: rows of a head in segments, as the host knows
   Whole whole{};
@@ -75,7 +75,7 @@ struct packed_view {
   TESSERA_HD index_t place(index_t sequence) const { return places ? places[sequence] : sequence; }
   TESSERA_HD index_t count(index_t sequence) const { return counts[place(sequence)]; }
   TESSERA_HD const device_segment& segment(index_t sequence, index_t i) const {
-    return segments[offset_t(place(sequence)) * most_segments + i];
+    return segments[offset_t(place(sequence)) * max_segments + i];
   }
   TESSERA_HD index_t position(index_t sequence, index_t head, index_t slot) const {
     return positions ? positions[position_begin[offset_t(sequence) * whole.kv_heads + head] + slot] : slot;

@@ -28,7 +28,7 @@ __device__ inline float packed_value(const packed_vectors& from, index_t head, i
 template <class View, int D, bool Keys>
 __global__ void __launch_bounds__(D) unpack_rows_entry(const __grid_constant__ View view, index_t slots, float* to) {
   __shared__ float held[D];
-  const index_t head = index_t(blockIdx.y), count = view.most_segments > 0 ? view.count(0) : 0;
+  const index_t head = index_t(blockIdx.y), count = view.max_segments > 0 ? view.count(0) : 0;
   const int d = int(threadIdx.x);
   index_t row = index_t(blockIdx.x), s = 0;
   for (; s < count && row >= view.segment(0, s).rows[head]; ++s) row -= view.segment(0, s).rows[head];

@@ -35,9 +35,9 @@ struct decode_merge : decode_block<View, Out> {
   /// Of a row of very many parts the blocks that arrive last merge some query rows each: one block alone would wait for
   /// its share of the L2's bandwidth, 188 KB for 92 parts. Sharing helps 92 parts (a step of 32.2 us, 33.3 alone) and
   /// costs time with 38 (40.9, 40.1 alone; H200, CUDA 13.0).
-  static constexpr index_t most_mergers = 4;
+  static constexpr index_t max_mergers = 4;
   __device__ index_t mergers_of(const row_parts& of) const {
-    return of.count > 2 * many_parts_at_once ? (min)(most_mergers, index_t(used * groups)) : 1;
+    return of.count > 2 * many_parts_at_once ? (min)(max_mergers, index_t(used * groups)) : 1;
   }
 
   /// The weight that turns a row's summed output into its output; the leader writes its log-sum-exp.
@@ -249,7 +249,7 @@ struct decode_merge : decode_block<View, Out> {
   /// are missing run already or begin before anything that is launched later.
   __device__ index_t arrive(index_t row, index_t parts, index_t mergers, int* flag) const {
     if (threadIdx.x == 0) {
-      unsigned* arrived = scratch.arrived + offset_t(blockIdx.y) * scratch.most_rows + row;
+      unsigned* arrived = scratch.arrived + offset_t(blockIdx.y) * scratch.max_rows + row;
       const index_t later = parts - 1 - index_t(add_acquire_release(arrived, 1));
       *flag = later < mergers ? int(later) : -1;
       if (later < mergers) {
@@ -434,7 +434,7 @@ __global__ void __launch_bounds__(decode_kernel<View, Out>::threads, decode_kern
                  const __grid_constant__ decode_scratch scratch) {
   using kernel = decode_kernel<View, Out>;
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ index_t ends[most_rows];
+  __shared__ index_t ends[max_rows];
   __shared__ block_scan<kernel::threads, index_t> scan;
   __shared__ int flag;
   __shared__ typename kernel::merge_shares shares;

@@ -95,8 +95,8 @@ struct decode_config {
 
 // Which tokens a block of the decode kernel reads: all rows' tiles, laid end to end and cut into even pieces.
 
-inline constexpr int most_rows = 1024;  // (sequence, kv_head) rows whose tile counts fit the block's scan
-inline constexpr int most_blocks = most_pieces;
+inline constexpr int max_rows = 1024;  // (sequence, kv_head) rows whose tile counts fit the block's scan
+inline constexpr int max_blocks = max_pieces;
 
 /// What a block reads by a split that was made ahead.
 struct alignas(16) split_piece {
@@ -116,7 +116,7 @@ struct decode_scratch {
   unsigned* arrived;         // [query blocks, most rows]: parts of a row that are written
   float* out;                // [query blocks, slots, 16, v_dim]
   float2* state;             // [query blocks, slots, 16] maximum (base 2) and sum
-  index_t most_rows;         // of the operation; a problem may have fewer
+  index_t max_rows;          // of the operation; a problem may have fewer
   index_t slots;             // most pieces + most rows
 };
 
@@ -352,7 +352,7 @@ template <class View, class Out>
 __global__ void __launch_bounds__(32)
     split_entry(const __grid_constant__ decode_problem<View, Out> p, split_piece* split, index_t blocks) {
   using block = decode_block<View, Out>;
-  __shared__ index_t tiles[most_rows];
+  __shared__ index_t tiles[max_rows];
   const index_t lane = index_t(threadIdx.x), rows = p.view.sequences * p.view.kv_heads;
   index_t sum = 0, longest = 1;
   for (index_t row = lane; row < rows; row += 32) {

@@ -11,7 +11,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-inline constexpr int most_of_cluster = 8;  // blocks; what every device with clusters takes
+inline constexpr int max_of_cluster = 8;  // blocks; what every device with clusters takes
 
 /// A row by the blocks of a cluster: each reads as many of its tiles, gives every other block its share of the outputs,
 /// and finishes its own share. No block looks at other rows' lengths, and no part goes through global memory.
@@ -26,8 +26,8 @@ struct decode_short : decode_kernel<View, Out> {
 
   /// What a block gets from all blocks of its cluster.
   struct memory_type {
-    float4 outs[rows_per_block * fours + most_of_cluster];  // of its share, block by block
-    float2 states[most_of_cluster][rows_per_block];
+    float4 outs[rows_per_block * fours + max_of_cluster];  // of its share, block by block
+    float2 states[max_of_cluster][rows_per_block];
     arrivals counter;
   };
 
@@ -98,7 +98,7 @@ struct decode_short : decode_kernel<View, Out> {
     shared.counter.wait();
     for (int i = int(threadIdx.x); i < share; i += threads) {
       const int item = (i << shift) + rank, r = item / fours, d = item % fours * 4;
-      const typename base::merged_four all = base::template merge_four<most_of_cluster>(
+      const typename base::merged_four all = base::template merge_four<max_of_cluster>(
           blocks, [&](int part) { return shared.states[part][r]; },
           [&](int part) { return shared.outs[part * most + i]; });
       base::write(now.at, r, d, all.x, base::finish(now.at, r, all.top, all.sum, d == 0));

@@ -307,7 +307,7 @@ struct decode_staging {
       const bool there = Full || token < valid;
       float scale = 1;
       if constexpr (format::decoded && scaled) scale = there ? scales[token * scale_stride] : 0.0f;
-      copy_chunk(to + Rows.place(token, chunk), from, there, scale);
+      copy_chunk(to + Rows.offset(token, chunk), from, there, scale);
     };
     if constexpr (32 % Rows.chunks == 0) {
       constexpr int at_once = 32 / Rows.chunks;
@@ -337,7 +337,7 @@ struct decode_staging {
       const auto row = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), from);
       float of_token = 1;
       if constexpr (format::decoded && scaled) of_token = __shfl_sync(~0u, scale, from);
-      copy_chunk(to + Rows.place(token, chunk), reinterpret_cast<stored_type*>(row) + chunk * chunk_elements,
+      copy_chunk(to + Rows.offset(token, chunk), reinterpret_cast<stored_type*>(row) + chunk * chunk_elements,
                  token < valid, of_token);
     }
   }

@@ -136,7 +136,7 @@ struct decode_state : decode_softmax<View::v_dim, decode_config<View>::tokens> {
                                       (v_rows.swizzled() ? v_chunk ^ std::uint32_t(pair * 32) : v_chunk + pair * 32));
     };
     const auto chunk = [&](int token, int i) {
-      return __cvta_shared_to_generic(values + staged_rows{Dv / 8}.place(token, i));
+      return __cvta_shared_to_generic(values + staged_rows{Dv / 8}.offset(token, i));
     };
     if (__builtin_expect(masked, 0) && !special_values<T>::template all_finite<tokens, Dv / 8>(chunk, lane)) {
       base::template multiply_visible<T>(weights, fragment);
@@ -444,7 +444,7 @@ struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::token
   __device__ static bool all_finite(std::uint32_t values, int lane) {
     std::uint32_t special = 0;
     for (int id = lane; id < tokens * (Dv / 16); id += 32) {
-      const std::uint32_t at = values + staged_rows{Dv / 16}.place(id / (Dv / 16), id % (Dv / 16));
+      const std::uint32_t at = values + staged_rows{Dv / 16}.offset(id / (Dv / 16), id % (Dv / 16));
       const uint4 chunk = *reinterpret_cast<const uint4*>(__cvta_shared_to_generic(at));
       for (const std::uint32_t four : {chunk.x, chunk.y, chunk.z, chunk.w}) {
         special |= (four & 0x7f7f7f7fu) + 0x01010101u;

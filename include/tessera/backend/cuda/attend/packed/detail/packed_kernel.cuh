@@ -29,8 +29,8 @@ class packed_part {
     sequence_ = lane_row_ / heads, head_ = lane_row_ % heads, group_ = p.q.heads / heads;
     first_row_ = index_t(blockIdx.z) * query_rows_together;
     row_begin_ = reinterpret_cast<index_t*>(shared + shape.begins);
-    unit_begin_ = row_begin_ + p.view.most_segments + 1;
-    chosen_row_begin_ = unit_begin_ + p.view.most_segments + 1;
+    unit_begin_ = row_begin_ + p.view.max_segments + 1;
+    chosen_row_begin_ = unit_begin_ + p.view.max_segments + 1;
     if (threadIdx.x < query_rows_together) {
       reinterpret_cast<index_t*>(shared + shape.positions)[threadIdx.x] = position_of(first_row_ + int(threadIdx.x));
     }
@@ -48,7 +48,7 @@ class packed_part {
     if (blockIdx.z == 0) fetch_value_bases(p_.view, sequence_, head_, count, split, to_.splits);
     const bool whole = split + 1 == to_.splits && attend_whole(count);
     wait();
-    if (whole) mark(p_.view.most_segments, to_.parts - 1);
+    if (whole) mark(p_.view.max_segments, to_.parts - 1);
     attend_chosen(split, count);
   }
 
@@ -68,7 +68,7 @@ class packed_part {
     const index_t all = chosen_row_begin_[count];
     if (all == 0) return;
     // The split's rows lie in shared memory: the kernel has no register to spare.
-    volatile index_t* const range = chosen_row_begin_ + p_.view.most_segments + 1;
+    volatile index_t* const range = chosen_row_begin_ + p_.view.max_segments + 1;
     if (threadIdx.x < 32) {
       const int2 own = rows_of_split(chosen_row_begin_, count, all, to_.splits, split);
       if (threadIdx.x == 0) range[0] = own.x, range[1] = own.y;
@@ -85,7 +85,7 @@ class packed_part {
     }
   }
   __device__ __forceinline__ const index_t* chosen_begins() const {
-    return p_.chosen_begins + offset_t(lane_row_) * (p_.view.most_segments + 1);
+    return p_.chosen_begins + offset_t(lane_row_) * (p_.view.max_segments + 1);
   }
 
   /// The rows that are not packed. Returns whether there are any.
@@ -103,10 +103,10 @@ class packed_part {
       const auto* k = whole.key(sequence_, head_, valid ? row : 0);
       const auto* v = whole.value(sequence_, head_, valid ? row : 0);
       for (int c = half; c < D / 8; c += 2) {
-        copy_async16(shared_address(keys + memory::k_rows().place(lane % whole_tokens, c)), k + c * 8, valid);
+        copy_async16(shared_address(keys + memory::k_rows().offset(lane % whole_tokens, c)), k + c * 8, valid);
       }
       for (int c = half; c < Dv / 8; c += 2) {
-        copy_async16(shared_address(values + memory::v_rows().place(lane % whole_tokens, c)), v + c * 8, valid);
+        copy_async16(shared_address(values + memory::v_rows().offset(lane % whole_tokens, c)), v + c * 8, valid);
       }
       commit_copies();
       const index_t position = valid ? p_.view.whole_position(sequence_, head_, packed, row) : never;
@@ -285,7 +285,7 @@ class packed_part {
       // They are of 16 bits and have no second part.
       const T x = at < to_.rows ? T(float(p_.q.row(sequence_, at / group_, head_ * group_ + at % group_)[c])) : T(0.0f);
       const auto put = [&](int place, T part) {
-        *reinterpret_cast<std::uint16_t*>(to + memory::k_rows().place(place, c / 8) + std::uint32_t(c % 8 * 2)) =
+        *reinterpret_cast<std::uint16_t*>(to + memory::k_rows().offset(place, c / 8) + std::uint32_t(c % 8 * 2)) =
             part.bits;
       };
       put(row, x);
@@ -364,7 +364,7 @@ __global__ void __launch_bounds__(packed_threads, View::k_dim <= 128 && View::v_
     attend_packed_entry(const __grid_constant__ packed_problem<View, Out> p, rotated_rows rotated, packed_parts to,
                         packed_lengths<View::k_dim, View::v_dim> lengths) {
   extern __shared__ uint4 shared_memory[];
-  const packed_memory<View::k_dim, View::v_dim> shape(rotated.rows, p.view.most_segments, lengths);
+  const packed_memory<View::k_dim, View::v_dim> shape(rotated.rows, p.view.max_segments, lengths);
   packed_part<View, Tile, Out> part(p, rotated, to, shape, reinterpret_cast<unsigned char*>(shared_memory));
   // Blocks that begin last, when the choice has ended, have no time for whole rows: the last splits are the first
   // blocks.

@@ -35,7 +35,7 @@ struct packed_memory {
       positions, sources, begins, bytes;
 
   /// `rows`: of queries.
-  TESSERA_HD packed_memory(index_t rows, index_t most_segments, const packed_lengths<D, Dv>& lengths)
+  TESSERA_HD packed_memory(index_t rows, index_t max_segments, const packed_lengths<D, Dv>& lengths)
       : parts(rows > queries_at_once ? 2 : 1),
         tile(larger(larger(lengths.v_channels * tile_tokens * 2, query_rows_together * Dv * 4),
                     k_rows().bytes() * whole_tokens)),
@@ -53,14 +53,14 @@ struct packed_memory {
         positions(softmaxes + packed_warps * softmax),
         sources(positions + query_rows_together * 4),
         begins(sources + int(sizeof(raw_rows<row_places<D>>) + sizeof(raw_rows<row_places<Dv>>))),
-        bytes(begins + (int(most_segments + 1) * 3 + 2) * 4) {}
+        bytes(begins + (int(max_segments + 1) * 3 + 2) * 4) {}
 
  private:
   TESSERA_HD static constexpr int larger(int a, int b) { return a > b ? a : b; }
 };
 
 /// Results of parts: [lanes, parts, rows, v_dim], not divided by the sum, in the basis of the part's segment, whose
-/// number is in `segment` [lanes, parts] (none: nothing was there; most_segments: whole rows); most and sum [lanes,
+/// number is in `segment` [lanes, parts] (none: nothing was there; max_segments: whole rows); most and sum [lanes,
 /// parts, rows, 2].
 struct packed_parts {
   float *out, *states;

@@ -29,7 +29,7 @@ struct packed_state {
 #pragma unroll
     for (int step = 0; step < D / 16; ++step) {
       if (step * 16 >= channels) break;
-      load_matrices(q[step], queries + k_rows().place(in_matrix + matrix % 2 * 8, step * 2 + matrix / 2));
+      load_matrices(q[step], queries + k_rows().offset(in_matrix + matrix % 2 * 8, step * 2 + matrix / 2));
     }
   }
 
@@ -42,7 +42,7 @@ struct packed_state {
     for (int step = 0; step < D / 16; ++step) {
       if (step * 16 >= channels) break;
       std::uint32_t b[4];
-      load_matrices(b, keys + k_rows().place(in_matrix + matrix / 2 * 8, step * 2 + matrix % 2));
+      load_matrices(b, keys + k_rows().offset(in_matrix + matrix / 2 * 8, step * 2 + matrix % 2));
       multiply<Tile>(parts[0], q[step], b[0], b[1]);
       multiply<Tile>(parts[1], q[step], b[2], b[3]);
     }
@@ -83,7 +83,7 @@ struct packed_state {
     for (int m = 0; m < Dv / 16; ++m) {  // channels are rows of the product
       if (m * 16 >= channels) break;
       std::uint32_t a[4];
-      load_matrices_transposed(a, values + v_rows().place(in_matrix + matrix / 2 * 8, m * 2 + matrix % 2));
+      load_matrices_transposed(a, values + v_rows().offset(in_matrix + matrix / 2 * 8, m * 2 + matrix % 2));
       multiply<Tile>(acc[m], a, p[0], p[1]);
     }
   }

@@ -198,7 +198,7 @@ struct line_tiles {
       index_t met = 0;
 #pragma unroll
       for (int i = 0; i < together; ++i) met += flags_at(i) != 0 ? 1 : 0;
-      index_t to = listed + list_.scan.before(met);
+      index_t to = listed + list_.scan.exclusive_sum(met);
 #pragma unroll
       for (int i = 0; i < together; ++i) {
         if (flags_at(i) != 0) list_.entries[to++] = std::uint32_t(chunk + i) * 32 | flags_at(i);

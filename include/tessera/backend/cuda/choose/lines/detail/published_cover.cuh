@@ -97,7 +97,7 @@ struct line_sort {
     index_t* const own = &places[int(threadIdx.x) * each / warps][int(threadIdx.x) * each % warps];
     index_t mine = 0;
     for (int i = 0; i < each; ++i) mine += own[i];
-    index_t place = scan.before(mine);
+    index_t place = scan.exclusive_sum(mine);
     for (int i = 0; i < each; ++i) {
       const index_t some = own[i];
       own[i] = place;

@@ -9,7 +9,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-inline constexpr int most_cluster_blocks = 8, cluster_threads = 512, cluster_warps = cluster_threads / 32;
+inline constexpr int max_cluster_blocks = 8, cluster_threads = 512, cluster_warps = cluster_threads / 32;
 inline constexpr int cluster_rows = 8;  // query rows of a matrix product, of which the other eight stay empty
 
 inline constexpr int tile_width = 32, step_columns = 16;  // pages and columns of a warp's products
@@ -72,8 +72,8 @@ struct cluster_layout {
 template <class T, int D>
 struct cluster_shared {
   // A channel has a column for each side; either half is padded to whole products.
-  static constexpr int most_columns = 2 * ((D + 15) / 16 * 16);
-  static constexpr int pitch = most_columns + 8;  // of a query row's weights: rows begin in different banks
+  static constexpr int max_columns = 2 * ((D + 15) / 16 * 16);
+  static constexpr int pitch = max_columns + 8;  // of a query row's weights: rows begin in different banks
   /// Bytes of a staged column: neighbours begin in different banks.
   TESSERA_HD static constexpr int staged_pitch(index_t ring) { return int(ring) * int(sizeof(T)) + 16; }
 
@@ -84,14 +84,14 @@ struct cluster_shared {
     at.ring = at.share < widest ? at.share : widest;
     // Staged columns; later the keys of all pages.
     const std::size_t ring = std::size_t(stages) * staged_columns * std::size_t(staged_pitch(at.ring));
-    const std::size_t keys = (std::size_t(blocks) * std::size_t(at.share) + page_rows::most_cuts) * sizeof(unsigned);
+    const std::size_t keys = (std::size_t(blocks) * std::size_t(at.share) + page_rows::max_cuts) * sizeof(unsigned);
     std::size_t end = ring > keys ? ring : keys;
     const auto take = [&](std::size_t bytes) {
       const std::size_t begin = end;
       end += bytes;
       return std::uint32_t(begin < ~0u ? begin : ~0u);  // too much is refused by its sum
     };
-    at.columns = take(most_columns * sizeof(int));
+    at.columns = take(max_columns * sizeof(int));
     at.weights = take(std::size_t(cluster_rows) * pitch * sizeof(T));
     at.q = take(std::size_t(rows) * D * sizeof(T));
     at.parts = take((std::size_t(rows) + 1) * std::size_t(blocks) * cluster_warps * sizeof(float2));
@@ -128,8 +128,8 @@ struct cluster_query {
   alignas(16) unsigned weight[D];  // ordered bits of the sum of |q| over the usable rows
   float total[D];                  // sum of q over them
   bool taken[D];
-  float scale[most_query_rows];
-  bool usable[most_query_rows];          // whether every element of the row is finite; another row says nothing
+  float scale[max_query_rows];
+  bool usable[max_query_rows];           // whether every element of the row is finite; another row says nothing
   arrivals parts, keys, slots, outputs;  // from the blocks of the cluster
 };
 

@@ -107,7 +107,7 @@ class extrema_reader : public slot_reader {
   }
   /// After slots have moved in place: that of a batch.
   void rebuild(index_t layer, const index_t* ids, const View& view, cudaStream_t stream) const {
-    index_pages<View>{}.build(view, batch_index(layer), plans_.batch(0), bounds_.most_pages(), stream);
+    index_pages<View>{}.build(view, batch_index(layer), plans_.batch(0), bounds_.max_pages(), stream);
     if constexpr (averages) {
       mean_value<View>(view.sequences * shape_.kv_heads)
           .build(view, sums({layer, 0}), sums_scratch_.data(), stream, ids);
@@ -148,7 +148,7 @@ class extrema_reader : public slot_reader {
                               (averages ? v_dim * offset_t(sizeof(double)) : 0));
   }
   offset_t attended(const planned<Recipe>& policies, offset_t n, const head_place&) const {
-    return (std::min)(n, choose_.most_read(plan(policies)));
+    return (std::min)(n, choose_.max_read(plan(policies)));
   }
   offset_t bytes_read(const planned<Recipe>& policies, offset_t n, const head_place&) const {
     return operation::bytes_read(plan(policies), n) + (averages ? v_dim * offset_t(sizeof(double)) : 0);

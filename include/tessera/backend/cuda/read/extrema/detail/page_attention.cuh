@@ -15,25 +15,25 @@ namespace detail {
 template <class View>
 struct cluster_attention {
   using T = typename View::element_type;
-  static constexpr int D = View::k_dim, Dv = View::v_dim, tokens = 16, most_rows = cluster_rows;
+  static constexpr int D = View::k_dim, Dv = View::v_dim, tokens = 16, max_rows = cluster_rows;
   static constexpr int k_bytes = tokens * staged_rows{D / 8}.bytes(), v_bytes = tokens * staged_rows{Dv / 8}.bytes();
   static constexpr int pitch = Dv + 4;  // floats of an output row
   static constexpr int warp_bytes = k_bytes + v_bytes;
-  static_assert(most_rows * (pitch + 2) * int(sizeof(float)) <= warp_bytes);
+  static_assert(max_rows * (pitch + 2) * int(sizeof(float)) <= warp_bytes);
 
   TESSERA_HD static constexpr std::size_t slots_at(std::size_t choice_bytes) {
     constexpr std::size_t rings = std::size_t(cluster_warps) * warp_bytes;
     return choice_bytes > rings ? (choice_bytes + 15) / 16 * 16 : rings;
   }
-  TESSERA_HD static constexpr std::size_t parts_at(std::size_t choice_bytes, index_t most_chosen, int blocks) {
-    const std::size_t tiles = (std::size_t(most_chosen) + tokens - 1) / tokens;
+  TESSERA_HD static constexpr std::size_t parts_at(std::size_t choice_bytes, index_t max_chosen, int blocks) {
+    const std::size_t tiles = (std::size_t(max_chosen) + tokens - 1) / tokens;
     return slots_at(choice_bytes) + (tiles + std::size_t(blocks) - 1) / std::size_t(blocks) * tokens * sizeof(index_t);
   }
   /// Rows that a block finishes: every `blocks`-th.
   TESSERA_HD static constexpr index_t rows_each(index_t rows, int blocks) { return (rows + blocks - 1) / blocks; }
-  TESSERA_HD static constexpr std::size_t bytes(std::size_t choice_bytes, index_t most_chosen, index_t rows,
+  TESSERA_HD static constexpr std::size_t bytes(std::size_t choice_bytes, index_t max_chosen, index_t rows,
                                                 int blocks) {
-    return parts_at(choice_bytes, most_chosen, blocks) +
+    return parts_at(choice_bytes, max_chosen, blocks) +
            std::size_t(rows_each(rows, blocks)) * std::size_t(blocks) * (Dv * sizeof(float) + sizeof(float2));
   }
 };
@@ -60,7 +60,7 @@ struct cluster_state {
       std::uint32_t a[at_once][4];
 #pragma unroll
       for (int i = 0; i < at_once && first + i < D / 16; ++i) {
-        load_matrices(a[i], tile + staged_rows{D / 8}.place(lane % 16, (first + i) * 2 + lane / 16));
+        load_matrices(a[i], tile + staged_rows{D / 8}.offset(lane % 16, (first + i) * 2 + lane / 16));
       }
 #pragma unroll
       for (int i = 0; i < at_once && first + i < D / 16; ++i) multiply<T>(s, a[i], q[first + i][0], q[first + i][1]);
@@ -95,7 +95,7 @@ struct cluster_state {
       for (int i = 0; i < at_once && first + i < Dv / 16; ++i) {
         load_matrices_transposed(
             a[i], tile + std::uint32_t(of::k_bytes) +
-                      staged_rows{Dv / 8}.place(lane / 16 * 8 + lane % 8, (first + i) * 2 + lane / 8 % 2));
+                      staged_rows{Dv / 8}.offset(lane / 16 * 8 + lane % 8, (first + i) * 2 + lane / 8 % 2));
       }
 #pragma unroll
       for (int i = 0; i < at_once && first + i < Dv / 16; ++i) multiply<T>(out[first + i], a[i], b0, b1);
@@ -118,7 +118,7 @@ struct cluster_state {
         outs[row * of::pitch + m * 16 + lane / 4] = out[m][r];
         outs[row * of::pitch + m * 16 + lane / 4 + 8] = out[m][r + 2];
       }
-      if (lane < 4) reinterpret_cast<float2*>(outs + of::most_rows * of::pitch)[row] = make_float2(top[r], sum[r]);
+      if (lane < 4) reinterpret_cast<float2*>(outs + of::max_rows * of::pitch)[row] = make_float2(top[r], sum[r]);
     }
   }
 };
@@ -132,7 +132,7 @@ __device__ void copy_tile(const T* mine, index_t valid, std::uint32_t to, int la
   for (int i = 0; i < 16 * Chunks / 32; ++i) {
     const int id = i * 32 + lane, token = id / Chunks, chunk = id % Chunks;
     const auto* from = reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), token));
-    copy_async16(to + staged_rows{Chunks}.place(token, chunk), from + chunk * 8, token < valid);
+    copy_async16(to + staged_rows{Chunks}.offset(token, chunk), from + chunk * 8, token < valid);
   }
 }
 
@@ -147,7 +147,7 @@ struct chosen_attention {
   const page_problem<View>& p;
   const page_choice& c;
   cluster_query<D>& asked;
-  float (&factors)[attention::most_rows][cluster_warps];
+  float (&factors)[attention::max_rows][cluster_warps];
   unsigned char* const bytes;
   index_t* const own;        // slots of this block's tiles, one tile after the other
   float* const part_out;     // [own rows, blocks, Dv]: what each block makes of them
@@ -250,7 +250,7 @@ struct chosen_attention {
   __device__ void send_parts(int active) const {
     if (warp < rows) {  // a row's factors by a warp, one a lane
       const float2 part =
-          lane < active ? reinterpret_cast<const float2*>(outs_of(lane) + attention::most_rows * attention::pitch)[warp]
+          lane < active ? reinterpret_cast<const float2*>(outs_of(lane) + attention::max_rows * attention::pitch)[warp]
                         : make_float2(-infinity, 0);
       const float top = warp_max(part.x), factor = top > -infinity ? power_of_two(part.x - top) : 0.0f;
       const float sum = warp_sum(part.y * factor);
@@ -277,22 +277,22 @@ struct chosen_attention {
   }
 
   __device__ void finish_rows(index_t own_rows, const rows_view<Out>& out, const rows_view<float>& lse) const {
-    constexpr int most_parts = Alone ? 1 : most_cluster_blocks;
+    constexpr int max_parts = Alone ? 1 : max_cluster_blocks;
 #pragma unroll 1
     for (int i = thread; i < own_rows * Dv; i += cluster_threads) {
       const int own_row = i / Dv, d = i % Dv;
       const index_t r = (own_row << log_blocks) + rank;
-      float2 part[most_parts];
-      float held[most_parts], top = -infinity, sum = 0, x = 0;
+      float2 part[max_parts];
+      float held[max_parts], top = -infinity, sum = 0, x = 0;
 #pragma unroll
-      for (int block = 0; block < most_parts; ++block) {
+      for (int block = 0; block < max_parts; ++block) {
         const int place = own_row * blocks + block;
         part[block] = block < blocks ? part_state[place] : make_float2(-infinity, 0);
         held[block] = block < blocks ? part_out[place * Dv + d] : 0.0f;
         top = fmaxf(top, part[block].x);
       }
 #pragma unroll
-      for (int block = 0; block < most_parts; ++block) {
+      for (int block = 0; block < max_parts; ++block) {
         const float factor = part[block].y != 0 ? power_of_two(part[block].x - top) : 0.0f;
         x += held[block] * factor;
         sum += part[block].y * factor;
@@ -311,14 +311,14 @@ __global__ void __launch_bounds__(cluster_threads, 1)
     attend_pages_entry(const __grid_constant__ page_problem<View> p, Scorer scorer,
                        const __grid_constant__ page_choice c, const __grid_constant__ page_scratch to,
                        const __grid_constant__ cluster_layout layout, const __grid_constant__ rows_view<Out> out,
-                       const __grid_constant__ rows_view<float> lse, index_t most_chosen) {
+                       const __grid_constant__ rows_view<float> lse, index_t max_chosen) {
   using attention = cluster_attention<View>;
   using blocks_of = block_group<Alone>;
   constexpr int tokens = attention::tokens;
   extern __shared__ uint4 page_memory[];
   __shared__ page_choice_storage s;
   __shared__ cluster_query<View::k_dim> asked;
-  __shared__ float factors[attention::most_rows][cluster_warps];
+  __shared__ float factors[attention::max_rows][cluster_warps];
   auto* const bytes = reinterpret_cast<unsigned char*>(page_memory);
   auto* const own = reinterpret_cast<index_t*>(bytes + attention::slots_at(layout.bytes));
   const bool known = c.unit == selection_unit::token;  // how many are chosen: then they are counted where they arrive
@@ -333,7 +333,7 @@ __global__ void __launch_bounds__(cluster_threads, 1)
       blocks_of::store(at, tile & (blocks_of::blocks() - 1), slot);
   });
   const int blocks = blocks_of::blocks();
-  auto* const part_out = reinterpret_cast<float*>(bytes + attention::parts_at(layout.bytes, most_chosen, blocks));
+  auto* const part_out = reinterpret_cast<float*>(bytes + attention::parts_at(layout.bytes, max_chosen, blocks));
   auto* const part_state =
       reinterpret_cast<float2*>(part_out + attention::rows_each(c.tokens * c.group, blocks) * blocks * View::v_dim);
   const chosen_attention<View, Out, Alone> attend{p, c, asked, factors, bytes, own, part_out, part_state};

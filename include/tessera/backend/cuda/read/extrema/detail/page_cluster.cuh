@@ -249,7 +249,7 @@ struct cluster_choice {
   using pointers = typename shared::pointers;
   static constexpr int D = View::k_dim, threads = cluster_threads, warps = cluster_warps;
   // Parts and ranges of keys that a lane merges: one of each of the group's warps.
-  static constexpr int merged = ((Alone ? 1 : most_cluster_blocks) * warps + 31) / 32;
+  static constexpr int merged = ((Alone ? 1 : max_cluster_blocks) * warps + 31) / 32;
 
   const page_problem<View>& p;
   const Scorer& scorer;

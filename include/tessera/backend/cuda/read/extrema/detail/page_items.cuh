@@ -44,25 +44,25 @@ struct alignas(16) row_softmax {
 
 /// What the rows of a group make of logits, and where their pages must be cut; in shared memory.
 struct page_rows {
-  static constexpr int most_cuts = 2 * most_step_tokens;
-  row_softmax softmax[most_query_rows];
-  slot_run runs[most_step_tokens];
-  bool sees[most_step_tokens];   // where every page is seen whole or not at all
-  index_t cuts[most_cuts];       // ascending slots within pages at which some row begins or ends to see
-  index_t cut_items[most_cuts];  // the item that begins there
+  static constexpr int max_cuts = 2 * max_step_tokens;
+  row_softmax softmax[max_query_rows];
+  slot_run runs[max_step_tokens];
+  bool sees[max_step_tokens];   // where every page is seen whole or not at all
+  index_t cuts[max_cuts];       // ascending slots within pages at which some row begins or ends to see
+  index_t cut_items[max_cuts];  // the item that begins there
   index_t cut_count;
   bool uniform;  // every token of the step sees all items or none
 };
 
 /// Of a block of 256 to 1,024 threads that chooses.
 struct page_choice_storage : page_rows {
-  static constexpr int most_warps = 32, bins = 1024, most_listed = 32;
+  static constexpr int max_warps = 32, bins = 1024, max_listed = 32;
   alignas(16) unsigned histogram[bins];
-  unsigned warp_total[most_warps], warp_low[most_warps], warp_high[most_warps];
-  uint2 before[most_warps], within[most_warps];  // units above the cut and at it
+  unsigned warp_total[max_warps], warp_low[max_warps], warp_high[max_warps];
+  uint2 before[max_warps], within[max_warps];  // units above the cut and at it
   unsigned bin, above, in_bin, listed;
-  uint2 list[most_listed];  // keys of a bin, in any order, and their units
-  float sums[most_warps][4];
+  uint2 list[max_listed];  // keys of a bin, in any order, and their units
+  float sums[max_warps][4];
 };
 
 /// How many slots and pages of a row are ranked; the newest are forced.

@@ -20,9 +20,9 @@ struct page_query_storage {
   alignas(16) unsigned weight[D];  // ordered bits of the sum of |q| over the usable rows
   float total[D];                  // sum of q over them
   index_t place[D];                // of a chosen channel, from 0; otherwise at least the number of chosen ones
-  float scale[most_query_rows];
-  bool usable[most_query_rows];  // whether every element of the row is finite; another row says nothing
-  slot_run runs[most_step_tokens];
+  float scale[max_query_rows];
+  bool usable[max_query_rows];  // whether every element of the row is finite; another row says nothing
+  slot_run runs[max_step_tokens];
 };
 
 /// Reads the rows of one group into `q` [rows, D] and fills the storage, with the CPU's choice of channels: its sums
@@ -124,7 +124,7 @@ inline constexpr int chunk_rows = 8;    // query rows whose products a thread ho
 struct page_scratch {
   float* logits;     // [rows, query_rows, stride], scaled and capped; NaN where not below infinity
   float2* partials;  // [rows, tiles, query_rows]: largest logit seen, sum over seen slots of exp(logit - largest)
-  slot_run* runs;    // [rows, most_step_tokens]
+  slot_run* runs;    // [rows, max_step_tokens]
   index_t stride;    // a multiple of tile_pages
   index_t query_rows;
   index_t tiles_each;  // that a block makes at a time
@@ -178,7 +178,7 @@ template <class View>
 __device__ void publish_runs(const page_query_storage<View::k_dim>& s, index_t tokens, index_t row,
                              const page_scratch& to) {
   if (blockIdx.x == 0 && threadIdx.x < unsigned(tokens))
-    to.runs[row * most_step_tokens + threadIdx.x] = s.runs[threadIdx.x];
+    to.runs[row * max_step_tokens + threadIdx.x] = s.runs[threadIdx.x];
 }
 
 template <class T>

@@ -76,7 +76,7 @@ __device__ key_range find_cut(page_choice_storage& s, const Items& of, const uns
                               unsigned high, unsigned room) {
   constexpr int bits = 10;
   static_assert(page_choice_storage::bins == 1 << bits);
-  const unsigned few = (page_choice_storage::most_listed - 1) * of.one();
+  const unsigned few = (page_choice_storage::max_listed - 1) * of.one();
   for (unsigned need = room;;) {
     const int shift = (max)(0, 32 - bits - __clz(int(high - low)));
     for_keys<AtOnce>(keys, of.items, [&](unsigned key, index_t i) {
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(choose_threads, 1)
   const read_plan plan = load_plan(p.plans + row / p.kv_heads);
   if (n <= plan.read) return choose_all(p, row, n);
   for (int bin = thread; bin < page_choice_storage::bins; bin += choose_threads) s.histogram[bin] = 0;
-  if (thread < p.tokens) s.runs[thread] = from.runs[row * most_step_tokens + thread];
+  if (thread < p.tokens) s.runs[thread] = from.runs[row * max_step_tokens + thread];
   const page_bounds bounds(p, plan, n);
   merge_tiles(s, p, from, row, ceil_div(bounds.pages, tile_pages));
   if (thread < 32) {

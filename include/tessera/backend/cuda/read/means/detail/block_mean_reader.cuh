@@ -38,11 +38,11 @@ class block_mean_reader : public reader_without_index<Recipe, View, Out> {
     const auto& layout = recipe.layout;
     const auto& read = recipe.retrieve;
     const segment_formats formats = formats_of(layout, read.selector.block);
-    const index_t most_block = formats.alike ? formats.block : (std::max)(formats.block, strategy_blocks.front());
+    const index_t max_block = formats.alike ? formats.block : (std::max)(formats.block, strategy_blocks.front());
     return {{read.scorer, read.selector, read.tokens, options.sequences, shape.kv_heads, shape.q_heads,
-             options.step_tokens, options.tokens, most_segments(layout, options.tokens),
+             options.step_tokens, options.tokens, max_segments(layout, options.tokens),
              segment_limits{formats.widest_k, formats.widest_v, formats.least_block, formats.alike}, device},
-            ceil_div(read.tokens, formats.block) * formats.block + (formats.alike ? 0 : 2 * most_block)};
+            ceil_div(read.tokens, formats.block) * formats.block + (formats.alike ? 0 : 2 * max_block)};
   }
   void adopt(operation&& fitted) { step_ = std::move(fitted); }
 

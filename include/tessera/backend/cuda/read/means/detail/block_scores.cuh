@@ -268,11 +268,11 @@ template <class View, class Tile = typename View::element_type>
 class score_blocks {
  public:
   /// `capacity`: the most blocks that a (sequence, kv_head) ever has.
-  score_blocks(index_t capacity, index_t most_segments)
-      : capacity_(capacity), most_segments_(most_segments), device_(device_info::current()) {
+  score_blocks(index_t capacity, index_t max_segments)
+      : capacity_(capacity), max_segments_(max_segments), device_(device_info::current()) {
     entry_ = detail::score_blocks_entry<View, Tile>;
     allow_shared(entry_, shared_bytes(), device_,
-                 "scoring the blocks of " + std::to_string(most_segments) + " segments");
+                 "scoring the blocks of " + std::to_string(max_segments) + " segments");
     overlapping_ = can_overlap(entry_);
   }
 
@@ -299,9 +299,9 @@ class score_blocks {
     return index_t(share / detail::scored_together + 1) * detail::scored_together;
   }
   std::size_t shared_bytes() const {
-    return std::size_t(detail::score_memory<View::k_dim>::begins) + std::size_t(most_segments_ + 1) * sizeof(index_t);
+    return std::size_t(detail::score_memory<View::k_dim>::begins) + std::size_t(max_segments_ + 1) * sizeof(index_t);
   }
-  index_t capacity_, most_segments_;
+  index_t capacity_, max_segments_;
   device_info device_;
   bool overlapping_ = false;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.

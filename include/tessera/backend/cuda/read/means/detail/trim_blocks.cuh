@@ -22,7 +22,7 @@ struct trim_problem {
   index_t* lists = nullptr;  ///< [lanes, list_stride], ascending, the best ones of all
   offset_t list_stride = 0;
   index_t* counts = nullptr;  ///< [lanes]
-  index_t* begins = nullptr;  ///< [lanes, most_segments + 1], written: where each segment's blocks begin in a list
+  index_t* begins = nullptr;  ///< [lanes, max_segments + 1], written: where each segment's blocks begin in a list
 };
 
 namespace detail {
@@ -62,10 +62,10 @@ __global__ void __launch_bounds__(trimming_threads)
   extern __shared__ uint4 shared_memory[];
   __shared__ unsigned sums[2][trimming_warps];
   __shared__ std::uint32_t lowest, highest;
-  const index_t most = p.view.most_segments, lane_row = index_t(blockIdx.x), heads = p.view.whole.kv_heads;
+  const index_t most = p.view.max_segments, lane_row = index_t(blockIdx.x), heads = p.view.whole.kv_heads;
   const index_t sequence = lane_row / heads, head = lane_row % heads, count = p.view.count(sequence);
-  auto* unit_begins = reinterpret_cast<index_t*>(shared_memory);                  // [most_segments + 1]
-  auto* shapes = reinterpret_cast<int2*>(shared_memory + ceil_div(most + 1, 4));  // [most_segments], block and rows
+  auto* unit_begins = reinterpret_cast<index_t*>(shared_memory);                  // [max_segments + 1]
+  auto* shapes = reinterpret_cast<int2*>(shared_memory + ceil_div(most + 1, 4));  // [max_segments], block and rows
   auto* lists = reinterpret_cast<std::uint32_t*>(shapes + (most + 1) / 2 * 2);
   const trimmed_list blocks(spare ? spare + 3 * lane_row * p.list_stride : lists, index_t(p.list_stride));
   const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(trimming_threads)
 /// first and the last block of all, then the best ones until they hold enough; ties to the lower block, NaN last.
 ///
 /// Lists hold the best blocks of all segments, ascending, at least as many as are needed whatever their sizes: see
-/// `most_chosen`.
+/// `max_chosen`.
 /// Errors   before the launch: lists longer than it was made for.
 /// Limits   blocks of at most 255 rows.
 /// Cost     one launch; each list is read once, and compared some 25 times in shared memory. Recordable.
@@ -173,14 +173,14 @@ template <class View>
 class trim_blocks {
  public:
   /// How many blocks of at least `least` rows hold `tokens` tokens, if each segment may end with a shorter one.
-  static index_t most_chosen(index_t tokens, index_t least, index_t most_segments) {
-    return ceil_div(tokens, least) + most_segments + 2;
+  static index_t max_chosen(index_t tokens, index_t least, index_t max_segments) {
+    return ceil_div(tokens, least) + max_segments + 2;
   }
 
-  trim_blocks(index_t lanes, index_t longest, index_t most_segments, const device_info& device)
-      : lanes_(lanes), longest_(longest), most_segments_(most_segments) {
-    const std::size_t tables = std::size_t(ceil_div(most_segments + 1, 4)) * sizeof(uint4) +
-                               std::size_t((most_segments + 1) / 2) * sizeof(uint4);
+  trim_blocks(index_t lanes, index_t longest, index_t max_segments, const device_info& device)
+      : lanes_(lanes), longest_(longest), max_segments_(max_segments) {
+    const std::size_t tables = std::size_t(ceil_div(max_segments + 1, 4)) * sizeof(uint4) +
+                               std::size_t((max_segments + 1) / 2) * sizeof(uint4);
     entry_ = detail::trim_blocks_entry<View>;
     cudaFuncAttributes compiled{};
     check(cudaFuncGetAttributes(&compiled, entry_), "cudaFuncGetAttributes");
@@ -188,7 +188,7 @@ class trim_blocks {
     in_shared_ = tables + list_bytes(1) <= std::size_t(room);
     shared_bytes_ = tables + (in_shared_ ? list_bytes(1) : 0);
     allow_shared(entry_, shared_bytes_, device,
-                 "the choice of blocks over " + std::to_string(most_segments) + " segments");
+                 "the choice of blocks over " + std::to_string(max_segments) + " segments");
     overlapping_ = can_overlap(entry_);
   }
 
@@ -197,7 +197,7 @@ class trim_blocks {
   void run(const trim_problem<View>& problem, void* workspace, cudaStream_t stream) const {
     const index_t lanes = problem.view.whole.sequences * problem.view.whole.kv_heads;
     if (lanes == 0) return;
-    require(lanes <= lanes_ && problem.list_stride <= longest_ && problem.view.most_segments == most_segments_,
+    require(lanes <= lanes_ && problem.list_stride <= longest_ && problem.view.max_segments == max_segments_,
             "lists of blocks", std::to_string(lanes) + " x " + std::to_string(problem.list_stride),
             "at most " + std::to_string(lanes_) + " x " + std::to_string(longest_), "make the operation for them");
     launch(entry_,
@@ -210,7 +210,7 @@ class trim_blocks {
 
  private:
   std::size_t list_bytes(std::size_t lanes) const { return 3 * lanes * std::size_t(longest_) * sizeof(std::uint32_t); }
-  index_t lanes_, longest_, most_segments_;
+  index_t lanes_, longest_, max_segments_;
   std::size_t shared_bytes_ = 0;
   bool in_shared_ = true, overlapping_ = false;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.

@@ -18,7 +18,7 @@ struct wide_product {
 
   /// Where the 16 bytes `chunk` of row `row` of `rows` lie: rows of 128 bytes, their chunks exchanged. Begins at 1024
   /// bytes.
-  TESSERA_HD static constexpr std::uint32_t place(int rows, int row, int chunk) {
+  TESSERA_HD static constexpr std::uint32_t offset(int rows, int row, int chunk) {
     return std::uint32_t(chunk / 8 * rows * 128 + row * 128 + ((chunk ^ row) & 7) * 16);
   }
   /// b: row n has column n, 64 of them from a multiple of 8 on; `address` of the first row's chunk of elements k, a

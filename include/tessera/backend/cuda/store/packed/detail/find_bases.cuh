@@ -41,7 +41,7 @@ __device__ void sum_moment(const View& view, index_t sequence, index_t head, ind
         const auto* source = Keys ? view.whole.key(sequence, head, slot) : view.whole.value(sequence, head, slot);
         x = *reinterpret_cast<const uint4*>(source + c * 8);
       }
-      *reinterpret_cast<uint4*>(shared + staged.place(row, c)) = x;
+      *reinterpret_cast<uint4*>(shared + staged.offset(row, c)) = x;
     }
     __syncthreads();
     if (!works) continue;
@@ -49,10 +49,11 @@ __device__ void sum_moment(const View& view, index_t sequence, index_t head, ind
     for (int step = 0; step < moment_tile_rows / 16; ++step) {
       std::uint32_t a[4], b[4];
       load_matrices_transposed(a,
-                               address + staged.place(step * 16 + in_matrix + matrix / 2 * 8, tile * 2 + matrix % 2));
+                               address + staged.offset(step * 16 + in_matrix + matrix / 2 * 8, tile * 2 + matrix % 2));
 #pragma unroll
       for (int n = 0; n < D / 16; ++n) {
-        load_matrices_transposed(b, address + staged.place(step * 16 + in_matrix + matrix % 2 * 8, n * 2 + matrix / 2));
+        load_matrices_transposed(b,
+                                 address + staged.offset(step * 16 + in_matrix + matrix % 2 * 8, n * 2 + matrix / 2));
         multiply<T>(acc[n * 2], a, b[0], b[1]);
         multiply<T>(acc[n * 2 + 1], a, b[2], b[3]);
       }

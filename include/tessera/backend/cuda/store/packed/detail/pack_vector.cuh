@@ -15,7 +15,7 @@ namespace cuda {
 
 namespace detail {
 
-inline constexpr int most_group_words = largest_head_dim / 32;
+inline constexpr int max_group_words = largest_head_dim / 32;
 
 /// chosen = bits of the `wanted` of `groups` groups of `group` channels of `row` with most energy, alike in all lanes;
 /// ties to the lower group, NaN last.

@@ -103,17 +103,17 @@ __global__ void __launch_bounds__(Threads)
 class packed_places {
  public:
   packed_places(const segment_formats& formats, index_t layers, index_t sequences, index_t kv_heads, index_t tokens,
-                index_t most_segments)
+                index_t max_segments)
       : formats_(formats),
         layers_(layers),
         order_{sequences},
         heads_(kv_heads),
-        most_(most_segments),
+        most_(max_segments),
         k_(formats.widest_k, places() * std::size_t(kv_heads), tokens),
         v_(formats.widest_v, places() * std::size_t(kv_heads), tokens),
         means_(formats.widest_k, places() * std::size_t(kv_heads),
                formats.block > 0 ? ceil_div(tokens, formats.least_block) : 0),
-        table_(places() * std::size_t(most_segments)),
+        table_(places() * std::size_t(max_segments)),
         counts_(places()),
         rows_(table_.size() * std::size_t(kv_heads)),
         batch_(1, sequences, 1),
@@ -142,7 +142,7 @@ class packed_places {
   packed_places& operator=(packed_places&&) noexcept = default;
   packed_places& operator=(const packed_places& other) { return *this = packed_places(other); }
 
-  index_t most_segments() const { return most_; }
+  index_t max_segments() const { return most_; }
   const segment_formats& formats() const { return formats_; }
   const host_vector<segment_record>& segments(sequence_layer owner) const { return records_[order_.index(owner)]; }
   index_t rows(sequence_layer owner) const {
@@ -310,7 +310,7 @@ class packed_places {
   void point(View& view, std::size_t first) const {
     view.segments = table_.data() + first * std::size_t(most_);
     view.counts = counts_.data() + first;
-    view.most_segments = most_;
+    view.max_segments = most_;
   }
   /// Where a segment's rows lie behind all others; its slot is nobody's.
   segment_record behind(sequence_layer owner, segment_record record,
@@ -393,9 +393,9 @@ class packed_places {
   layer_major order_;
   index_t heads_, most_;
   planes k_, v_, means_;
-  device_buffer<device_segment> table_;               // [places, most_segments]
+  device_buffer<device_segment> table_;               // [places, max_segments]
   device_buffer<index_t> counts_;                     // [places], segments
-  device_buffer<index_t> rows_;                       // [places, most_segments, kv_heads]
+  device_buffer<index_t> rows_;                       // [places, max_segments, kv_heads]
   id_column<index_t> batch_;                          // every id is its own place; the batch's copy says who is where
   host_vector<host_vector<segment_record>> records_;  // by place
 };
@@ -462,7 +462,7 @@ bool searches(const Layout& layout) {
 /// and, where strategies are searched, one of decoded tokens behind each, and others as they end, in two parts if a
 /// strategy came on the way.
 template <packing_layout Layout>
-index_t most_segments(const Layout& layout, index_t tokens) {
+index_t max_segments(const Layout& layout, index_t tokens) {
   const index_t of_prompts = ceil_div(tokens, layout.rows.segment) + 1 + tokens / Layout::rows_type::own_segment_tokens;
   if constexpr (searching_layout<Layout>) {
     if (searches(layout)) {

@@ -112,8 +112,8 @@ void keep_rows(const View& whole, index_t first, index_t count, const host_vecto
 template <class View>
 class row_losses {
  public:
-  row_losses(index_t kv_heads, index_t most_rows)
-      : heads_(kv_heads), sums_(std::size_t(kv_heads) * std::size_t(ceil_div(most_rows, detail::loss_rows))) {}
+  row_losses(index_t kv_heads, index_t max_rows)
+      : heads_(kv_heads), sums_(std::size_t(kv_heads) * std::size_t(ceil_div(max_rows, detail::loss_rows))) {}
 
   /// Of whole rows `first`, ..., which have become the rows `held`, ... of segment `segment` of the view's one
   /// sequence. `total` is on the host, page-locked; where the segment's first rows are these it is written, else added

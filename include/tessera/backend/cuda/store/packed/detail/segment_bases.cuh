@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(ordering_threads)
   const float* basis = bases + offset_t(head) * channels * D;
   const int samples = int(ceil_div(count, step));
   for (int sample = warp; sample < ordering_samples; sample += ordering_warps) {
-    std::uint32_t chosen[most_group_words] = {};
+    std::uint32_t chosen[max_group_words] = {};
     if (sample < samples) {
       const index_t slot = first + sample * step;
       const auto* row = keys ? whole.key(0, head, slot) : whole.value(0, head, slot);
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(ordering_threads)
     if (lane < words) {
       std::uint32_t own = 0;
 #pragma unroll
-      for (int j = 0; j < most_group_words; ++j) own = j == lane ? chosen[j] : own;
+      for (int j = 0; j < max_group_words; ++j) own = j == lane ? chosen[j] : own;
       memory.rows[sample][lane] = own;
     }
     __syncwarp();

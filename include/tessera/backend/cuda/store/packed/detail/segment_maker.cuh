@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(Threads)
     drop_oldest_entry(const __grid_constant__ problem_list<oldest_rows<View>> list) {
   using stored = typename View::stored_type;
   constexpr int k_units = View::k_dim * int(sizeof(stored)) / 16, v_units = View::v_dim * int(sizeof(stored)) / 16;
-  const View& view = list.of[blockIdx.y].view;
-  const index_t head = index_t(blockIdx.x), count = list.of[blockIdx.y].count;
+  const View& view = list.problems[blockIdx.y].view;
+  const index_t head = index_t(blockIdx.x), count = list.problems[blockIdx.y].count;
   index_t* lengths = const_cast<index_t*>(view.lengths);
   const index_t left = lengths[head] - count;
   move_rows_down<Threads>(left, count, k_units, [&](index_t i) { return view.key(0, head, i); });
@@ -80,7 +80,7 @@ void drop_oldest(const host_vector<oldest_rows<View>>& all, cudaStream_t stream)
   static_assert(View::is_raw, "tessera: rows that are packed on the device are raw");
   in_lists(all.data(), all.size(), [&](const problem_list<oldest_rows<View>>& list, index_t some) {
     launch(detail::drop_oldest_entry<View, 256>,
-           {.blocks = dim3(unsigned(list.of[0].view.kv_heads), unsigned(some)), .threads = dim3(256)}, stream,
+           {.blocks = dim3(unsigned(list.problems[0].view.kv_heads), unsigned(some)), .threads = dim3(256)}, stream,
            "launch of drop_oldest", list);
   });
 }

@@ -58,13 +58,13 @@ class segment_searches<Layout, View> {
 
   /// `layers`: those that pack.
   segment_searches(const rows_type& rows, const segment_formats& formats, index_t layers, index_t sequences,
-                   index_t kv_heads, index_t most_segments)
-      : rows_(rows), formats_(formats), layers_(layers), heads_(kv_heads), most_(most_segments), ranges_(layers) {
+                   index_t kv_heads, index_t max_segments)
+      : rows_(rows), formats_(formats), layers_(layers), heads_(kv_heads), most_(max_segments), ranges_(layers) {
     if (!on()) return;
     worker_ = std::make_shared<background>();
     sessions_.resize(std::size_t(sequences));
     ranges_.open(sequences - 1);
-    totals_ = pinned_buffer<double>(sequence_major{layers}.index({0, sequences}) * std::size_t(most_segments));
+    totals_ = pinned_buffer<double>(sequence_major{layers}.index({0, sequences}) * std::size_t(max_segments));
     blocks_.emplace(std::size_t(kv_heads) * std::size_t(rows.tail.tail) * (Layout::k_dim + Layout::v_dim) * sizeof(T));
     losses_.emplace(kv_heads, (std::max)(rows.segment, rows_type::own_segment_tokens + rows.tail.tail));
   }
