@@ -95,7 +95,7 @@ prepared choice() {
       std::size_t(1), op.workspace_bytes(), cuda::query_sums<bf16, head_dim>(1, q_heads, frequencies));
   if constexpr (retain_type::observed == observes::statistics) {
     keep->sums.add(0, queries(1024), 0, method.retain.scorer.sinks, stream());
-    const query_statistics seen = keep->sums.of(0, stream());
+    const query_statistics seen = keep->sums.statistics(0, stream());
     cuda::check(cudaMemcpy(keep->statistics.data(), &seen, sizeof seen, cudaMemcpyHostToDevice), "cudaMemcpy");
     cuda::check(cudaDeviceSynchronize(), "sums over queries");
   }

@@ -19,7 +19,8 @@ inline packed_format format_of(packed_element element, index_t channels, index_t
   return {element, channels, group, kept, own_bits};
 }
 
-/// Random rows [count, dim] whose energy gathers in few directions, as keys' does: channel c of a mixed basis shrinks with c.
+/// Random rows [count, dim] whose energy gathers in few directions, as keys' does: channel c of a mixed basis shrinks
+/// with c.
 template <class T>
 std::vector<T> gathered_rows(std::size_t count, int dim) {
   const auto directions = normal<float>(std::size_t(dim) * std::size_t(dim));
@@ -150,7 +151,8 @@ struct segment_plan {
   bool rotated = true;
 };
 
-/// Segments of a batch, packed on the device of random rows. All sequences have segments of the same plans, and `counts` of them.
+/// Segments of a batch, packed on the device of random rows. All sequences have segments of the same plans, and
+/// `counts` of them.
 template <class T, int D, int Dv = D>
 class packed_batch {
  public:
@@ -269,9 +271,10 @@ class packed_batch {
     buffer<index_t> bad(static_cast<std::size_t>(heads_));
     const cuda::find_bases find_k(D, device), find_v(Dv, device);
     buffer<unsigned char> k_work(find_k.workspace_bytes(heads_)), v_work(find_v.workspace_bytes(heads_));
-    find_k.run(sums, offset_t(moments::each), heads_, plan.k.channels, made.d_k->data, bad.data, k_work.data, nullptr);
-    find_v.run(sums + D * D, offset_t(moments::each), heads_, plan.v.channels, made.d_v->data, bad.data, v_work.data,
+    find_k.run(sums, offset_t(moments::lane_floats), heads_, plan.k.channels, made.d_k->data, bad.data, k_work.data,
                nullptr);
+    find_v.run(sums + D * D, offset_t(moments::lane_floats), heads_, plan.v.channels, made.d_v->data, bad.data,
+               v_work.data, nullptr);
     cuda::check(cudaDeviceSynchronize(), "bases");
   }
   std::unique_ptr<made_segment> make(const segment_plan& plan, const cuda::device_info& device) const {

@@ -1,4 +1,4 @@
-// Observers on the device: what a first stage's scorer has to see of a conversation, by layer and sequence.
+// Observers on the device: what a first stage's scorer needs to know of a conversation, by layer and sequence.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// What a choice by a recipe's first stage begins with.
+/// The problem that a choice by a recipe's first stage fills in.
 template <class Recipe>
 using first_stage_problem = choose_problem<typename kv_store<typename Recipe::layout_type>::view_type,
                                            typename Recipe::layout_type::element_type>;
@@ -123,20 +123,20 @@ class window_observer : public no_observer<Recipe> {
     window_.remember(order_.index(owner), q, stream);
     lse_.forget(order_.index(owner));
   }
-  rows_view<float> lse_room(index_t tokens) const { return lse_.room(tokens); }
+  rows_view<float> lse_room(index_t tokens) const { return lse_.output(tokens); }
   void observe_attention(sequence_layer owner, const rows_view<const T>& q, const rows_view<float>& lse,
                          cudaStream_t stream) {
-    lse_.take(order_.index(owner), window_, q, lse, stream);
+    lse_.store(order_.index(owner), window_, q, lse, stream);
   }
   newest_rows<T> queries(sequence_layer owner, const prompt_reach& reach, const index_t*, cudaStream_t stream) {
     const rows_view<const T> q = window_.queries(order_.index(owner));
     return {q, nullptr, set_number(position_.data(), reach.end - q.tokens, stream),
-            lse_.of(order_.index(owner), q.tokens)};
+            lse_.lse(order_.index(owner), q.tokens)};
   }
   index_t tail(sequence_layer owner, index_t, const planned<Recipe>&) const {
     return window_.queries(order_.index(owner)).tokens;
   }
-  offset_t bytes_of_layer() const { return window_.bytes_per_place() + lse_.bytes_per_place(); }
+  offset_t bytes_of_layer() const { return window_.bytes_per_entry() + lse_.bytes_per_entry(); }
 
  private:
   index_t layers_;
@@ -146,7 +146,7 @@ class window_observer : public no_observer<Recipe> {
   device_buffer<index_t> position_{1};
 };
 
-/// The newest queries of a conversation, those of steps too; they are remembered as long as it lasts.
+/// The newest queries of a conversation, those of steps included, as long as it lasts.
 template <class Recipe>
 class following_observer : public no_observer<Recipe> {
   using base = no_observer<Recipe>;
@@ -182,7 +182,7 @@ class following_observer : public no_observer<Recipe> {
   index_t tail(sequence_layer, index_t held, const planned<Recipe>& policies) const {
     return (std::min)(policies.first.scorer.window, held);
   }
-  offset_t bytes_of_layer() const { return window_.bytes_per_place(); }
+  offset_t bytes_of_layer() const { return window_.bytes_per_entry(); }
 
  private:
   query_ring<T> window_;
@@ -194,7 +194,7 @@ requires(Recipe::retain_type::observed == observes::window) struct observer_of<R
   using type = std::conditional_t<Recipe::retain_type::follows, following_observer<Recipe>, window_observer<Recipe>>;
 };
 
-/// A score beside each token, made by something else than queries that the cache sees (KVzip's second reading).
+/// A score beside each token that does not come from queries of the cache (KVzip's second reading).
 template <class Recipe>
 class stored_scores_observer : public no_observer<Recipe> {
  public:
@@ -207,7 +207,7 @@ class stored_scores_observer : public no_observer<Recipe> {
   }
 };
 
-/// Adds what every query so far gives to the scores that lie beside the tokens.
+/// Adds the weights of every query to the scores that lie beside the tokens.
 template <class Recipe>
 class accumulating_observer : public stored_scores_observer<Recipe> {
   using base = stored_scores_observer<Recipe>;
@@ -280,7 +280,7 @@ requires(Recipe::retain_type::observed == observes::rereading) struct observer_o
   using type = stored_scores_observer<Recipe>;
 };
 
-/// What the queries of a turn's prompt are like (Expected Attention); forgotten when it ends.
+/// Statistics of the queries of a turn's prompt (Expected Attention); forgotten when it ends.
 /// Errors   a model without rope_frequencies: tessera::error.
 template <class Recipe>
 class statistics_observer : public no_observer<Recipe> {
@@ -307,14 +307,14 @@ class statistics_observer : public no_observer<Recipe> {
     sums_.add(order_.index(owner), q, next - q.tokens, policies.first.scorer.sinks, stream);
   }
   newest_rows<T> queries(sequence_layer owner, const prompt_reach&, const index_t* next, cudaStream_t stream) {
-    set_number(statistics_.data(), sums_.of(order_.index(owner), stream), stream);
+    set_number(statistics_.data(), sums_.statistics(order_.index(owner), stream), stream);
     return {{}, nullptr, next};
   }
   void complete(first_stage_problem<Recipe>& problem, const store_type&) const {
     problem.statistics = statistics_.data();
     problem.rope_frequencies = sums_.frequencies();
   }
-  offset_t bytes_of_layer() const { return sums_.bytes_per_place(); }
+  offset_t bytes_of_layer() const { return sums_.bytes_per_entry(); }
 
  private:
   static index_t entries(const model_shape& shape, const cache_options& options) {

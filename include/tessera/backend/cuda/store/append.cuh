@@ -19,8 +19,7 @@ namespace cuda {
 namespace detail {
 
 /// A block a sequence: a thread a token, tile by tile. A run is what lies between two flags; it is cut after
-/// most_segment_tokens, so a token's number follows from its place in the run and from the pieces of the runs before
-/// it.
+/// most_segment_tokens. So a token's number follows from its index in the run and from the pieces of earlier runs.
 template <int Threads, class View, class E>
 __global__ void __launch_bounds__(Threads) number_segments_entry(const __grid_constant__ append_problem<View, E> p) {
   constexpr int warps = Threads / 32;
@@ -224,37 +223,39 @@ __global__ void __launch_bounds__(append_threads)
   const append_share share(p);
   const index_t b = share.sequence;
   const offset_t work = offset_t(share.tokens) * share.heads * chunks, step = offset_t(gridDim.y) * append_threads;
-  struct place {
+  struct chunk_address {
     index_t part, token, head;
   };
   const auto find = [&](offset_t i) {
     const index_t row = index_t(i / chunks);
-    return place{index_t(i % chunks), row / share.heads, share.first_head + row % share.heads};
+    return chunk_address{index_t(i % chunks), row / share.heads, share.first_head + row % share.heads};
   };
   for (offset_t base = offset_t(blockIdx.y) * append_threads + threadIdx.x; base < work; base += step * in_flight) {
     raw_chunk<E> chunk[in_flight];
 #pragma unroll
     for (int u = 0; u < in_flight; ++u) {
       if (base + u * step >= work) break;
-      const place at = find(base + u * step);
-      chunk[u].load(at.part < k_chunks ? p.k.row(b, at.token, at.head) + at.part * append_chunk
-                                       : p.v.row(b, at.token, at.head) + (at.part - k_chunks) * append_chunk,
+      const chunk_address address = find(base + u * step);
+      chunk[u].load(address.part < k_chunks
+                        ? p.k.row(b, address.token, address.head) + address.part * append_chunk
+                        : p.v.row(b, address.token, address.head) + (address.part - k_chunks) * append_chunk,
                     aligned_from);
     }
 #pragma unroll
     for (int u = 0; u < in_flight; ++u) {
       if (base + u * step >= work) break;
-      const place at = find(base + u * step);
-      const index_t slot = share.length + at.token;
-      if (at.part < k_chunks) {
+      const chunk_address address = find(base + u * step);
+      const index_t slot = share.length + address.token;
+      if (address.part < k_chunks) {
         const offset_t stride = p.view.k_strides.dim;
-        store_chunk(p.view.key(b, at.head, slot) + at.part * append_chunk * stride, stride, aligned_to, chunk[u]);
+        store_chunk(p.view.key(b, address.head, slot) + address.part * append_chunk * stride, stride, aligned_to,
+                    chunk[u]);
       } else {
         const offset_t stride = p.view.v_strides.dim;
-        store_chunk(p.view.value(b, at.head, slot) + (at.part - k_chunks) * append_chunk * stride, stride, aligned_to,
-                    chunk[u]);
+        store_chunk(p.view.value(b, address.head, slot) + (address.part - k_chunks) * append_chunk * stride, stride,
+                    aligned_to, chunk[u]);
       }
-      if (at.part == 0) share.fill_columns(p, at.head, at.token, word);
+      if (address.part == 0) share.fill_columns(p, address.head, address.token, word);
     }
   }
   share.advance(p);

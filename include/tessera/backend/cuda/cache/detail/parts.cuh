@@ -101,7 +101,7 @@ struct cache_parts {
       if (window == 0 || held.longest <= longest_slid(window)) continue;
       const kept_bound kept{{window, (std::min)(held.total, offset_t(window) * shape.kv_heads)}, {}};
       plan_beside_step(store, [&] { store.plan_keep({owner}, {kept}, stream); });
-      store.keep(owner, {newest.of(store.lengths(owner), window, stream), kept}, stream);
+      store.keep(owner, {newest.selection(store.lengths(owner), window, stream), kept}, stream);
     }
   }
   /// Room for `tokens` more in every head of these layers; sliding layers drop what they have left behind first.

@@ -29,7 +29,7 @@ class prompt_turn {
     its_.store.commit_packing(stream);
     its_.store.append_rows(its_.store.view(owner), k, v, set_number(its_.chunk_position.data(), chunk.first, stream),
                            its_.marks.of_chunk(chunk.marks, k.tokens, stream), stream);
-    its_.store.took(owner, k.tokens);
+    its_.store.grew(owner, k.tokens);
     if (chunk.begins) its_.reads.lists().end_lists(owner, stream);
     if (!its_.roles.follows_recipe(owner.layer)) return;
     its_.store.observe_prompt(owner, q, stream);

@@ -110,12 +110,12 @@ class rereading<Recipe, true> {
     require_rows_on_16_bytes("q", q);
     const index_t* position = set_number(begin_position_.data(), part.begin, stream);
     store.append_rows(store.view(owner), k, v, position, {}, stream);
-    store.took(owner, k.tokens);
+    store.grew(owner, k.tokens);
     const logit_rule rule = roles.rule(owner.layer);
     attention.prompt(prefill_problem<all_view, Out>{store.view(owner), q, position, rule, out, {}}, stream);
     if (roles.follows_recipe(owner.layer)) score(owner, store, policies, rule, q, part, stream);
     add_number(store.lengths(owner), store.lengths(owner), -k.tokens, heads_, stream);
-    store.take_back(owner, k.tokens);
+    store.drop_newest(owner, k.tokens);
   }
 
  private:

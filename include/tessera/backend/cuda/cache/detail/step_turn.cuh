@@ -110,8 +110,8 @@ class step_turn {
   }
   void note(const sequence_layers& owners, const batch& step, const conversations<Recipe>& known) {
     for (const sequence_layer owner : owners) {
-      its_.store.took(owner, step.tokens);
-      its_.reads.lists().took(owner, step.tokens);
+      its_.store.grew(owner, step.tokens);
+      its_.reads.lists().grew(owner, step.tokens);
       if (!(step.evicts_first || step.evicts_last) || !its_.roles.follows_recipe(owner.layer)) continue;
       const token_bound held = its_.store.bound(owner),
                         left = bound(owner, held, known, step.evicts_last ? 0 : step.tokens);

@@ -175,7 +175,7 @@ class no_candidates {
   void commit_room(const sequence_layers&, cudaStream_t) {}
   void plan_copy(index_t, index_t) {}
   void commit_copy(index_t, index_t, cudaStream_t) {}
-  void took(sequence_layer, index_t) {}
+  void grew(sequence_layer, index_t) {}
   void join(const step_table&, const id_column<index_t>&, index_t, index_t, cudaStream_t) const {}
   void clear(index_t, cudaStream_t) {}
   void end_lists(sequence_layer, cudaStream_t) {}
@@ -217,7 +217,7 @@ class candidates {
   const token_bound& bound(sequence_layer owner, const token_bound&) const { return bounds_[order_.index(owner)]; }
 
   view_type view(sequence_layer owner, const View& all) const {
-    return view(all, counts_.of(list_of(owner, 0)), begins_.of(list_of(owner, 0)));
+    return view(all, counts_.entry(list_of(owner, 0)), begins_.entry(list_of(owner, 0)));
   }
   view_type batch_view(index_t layer, const View& all, index_t member = 0) const {
     const index_t lists = layer * members_ + member;
@@ -241,7 +241,7 @@ class candidates {
     pool_.adopt(begins(run), stream);
     joined_columns own = columns;
     if (own.bits) own.bits += offset_t(owner.id) * heads_ * group_ * own.words;
-    write(passed.chosen, rows_of(begins(run), counts_.of(list_of(owner, member)), nullptr, member), heads_,
+    write(passed.chosen, rows_of(begins(run), counts_.entry(list_of(owner, member)), nullptr, member), heads_,
           passed.bound.longest, own, stream);
     bounds_[order_.index(owner)] = passed.bound;
   }
@@ -266,7 +266,7 @@ class candidates {
   /// Notes on the host what `pass_in_step` leaves.
   void passed_in_step(sequence_layer owner, const token_bound& passed) {
     for (index_t m = 0; m < members_; ++m)
-      pool_.took(run_of(owner, m), passed.longest - bounds_[order_.index(owner)].longest);
+      pool_.grew(run_of(owner, m), passed.longest - bounds_[order_.index(owner)].longest);
     bounds_[order_.index(owner)] = passed;
   }
 
@@ -278,7 +278,7 @@ class candidates {
         const index_t more = (std::max)(tokens, longest.empty() ? 0 : longest[i] - held.longest);
         for (index_t m = 0; m < members_; ++m) {
           const std::size_t run = run_of(owners[i], m);
-          if (pool_.room(run) < more) plan_run(run, held, more);
+          if (pool_.free_rows(run) < more) plan_run(run, held, more);
         }
       }
     });
@@ -290,7 +290,7 @@ class candidates {
     for (const sequence_layer owner : owners) {
       for (index_t m = 0; m < members_; ++m) {
         const std::size_t run = run_of(owner, m);
-        const index_t* counts = counts_.of(list_of(owner, m));
+        const index_t* counts = counts_.entry(list_of(owner, m));
         if (!lay_out(run, counts, stream)) continue;
         pool_.move(begins(run), counts, bounds_[order_.index(owner)].longest, stream);
         pool_.adopt(begins(run), stream);
@@ -309,22 +309,22 @@ class candidates {
       const token_bound& held = bounds_[order_.index({lists / members_, to})] =
           bounds_[order_.index({lists / members_, from})];
       pool_.copy_run(
-          order_.index({lists, from}), order_.index({lists, to}), counts_.of({lists, from}), held.longest,
+          order_.index({lists, from}), order_.index({lists, to}), counts_.entry({lists, from}), held.longest,
           [&](std::size_t at) { return begins(at); }, stream, even_);
-      copy_on_device(counts_.of({lists, to}), counts_.of({lists, from}), std::size_t(heads_), stream);
+      copy_on_device(counts_.entry({lists, to}), counts_.entry({lists, from}), std::size_t(heads_), stream);
     }
   }
-  void took(sequence_layer owner, index_t tokens) {
+  void grew(sequence_layer owner, index_t tokens) {
     token_bound& held = bounds_[order_.index(owner)];
     held.longest += tokens;
     held.total += offset_t(heads_) * tokens;
-    for (index_t m = 0; m < members_; ++m) pool_.took(run_of(owner, m), tokens);
+    for (index_t m = 0; m < members_; ++m) pool_.grew(run_of(owner, m), tokens);
   }
   /// A batch's step begins: its tokens, which `lengths` count already, join the candidates of every layer. One launch a
   /// step.
   void join(const step_table& steps, const id_column<index_t>& lengths, index_t batch, index_t tokens,
             cudaStream_t stream) const {
-    const detail::step_lists all{lengths.of({}), begins_.of({}), slots(),          counts_.of({}), counts_.batch(0),
+    const detail::step_lists all{lengths.entry({}), begins_.entry({}), slots(), counts_.entry({}), counts_.batch(0),
                                  steps.ids(),    members_,       order_.sequences, heads_};
     detail::join_entry<32><<<dim3(unsigned(batch), unsigned(layers_ * members_)), 32, 0, stream>>>(all, tokens);
     check(cudaGetLastError(), "launch of join");
@@ -338,7 +338,7 @@ class candidates {
     bounds_[order_.index(owner)] = {};
     for (index_t m = 0; m < members_; ++m) {
       pool_.clear(run_of(owner, m));
-      check(cudaMemsetAsync(counts_.of(list_of(owner, m)), 0, std::size_t(heads_) * sizeof(index_t), stream),
+      check(cudaMemsetAsync(counts_.entry(list_of(owner, m)), 0, std::size_t(heads_) * sizeof(index_t), stream),
             "cudaMemsetAsync");
     }
   }
@@ -359,8 +359,8 @@ class candidates {
       return all;
     }
     for (index_t m = 0; m < members_; ++m) {
-      const auto counts = downloaded(counts_.of(list_of(owner, m)), std::size_t(heads_));
-      const auto first = downloaded(begins_.of(list_of(owner, m)), std::size_t(heads_));
+      const auto counts = downloaded(counts_.entry(list_of(owner, m)), std::size_t(heads_));
+      const auto first = downloaded(begins_.entry(list_of(owner, m)), std::size_t(heads_));
       for (std::size_t h = 0; h < counts.size(); ++h) {
         all[h * std::size_t(members_) + std::size_t(m)] = downloaded(slots() + first[h], std::size_t(counts[h]));
       }
@@ -374,7 +374,7 @@ class candidates {
     return {owner.layer * members_ + member, owner.id};
   }
   std::size_t run_of(sequence_layer owner, index_t member) const { return order_.index(list_of(owner, member)); }
-  offset_t* begins(std::size_t run) const { return begins_.of(order_.owner(run)); }
+  offset_t* begins(std::size_t run) const { return begins_.entry(order_.owner(run)); }
   index_t* slots() const { return pool_.plane_data<index_t>(0); }
 
   template <class Plan>

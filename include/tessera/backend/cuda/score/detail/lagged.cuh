@@ -34,13 +34,13 @@ struct lagged_columns {
                                    std::is_same_v<std::remove_cvref_t<decltype(View::table)>, contiguous>;
 
   static constexpr int of_warp = dim / contents_chunk / warps;  // chunks of a row that a warp has
-  static constexpr int rows = 32 / of_warp;    // that a warp's lanes have at a time
-  static constexpr int each = lag / rows;      // rows that a lane has in all
-  static constexpr int kept = each / of_warp;  // rows whose sums a lane hands on
+  static constexpr int rows = 32 / of_warp;    // of a warp's lanes at a time
+  static constexpr int lane_rows = lag / rows;      // rows of a lane in all
+  static constexpr int lane_sums = lane_rows / of_warp;  // rows whose sums a lane passes on
   static constexpr staged_rows layout{dim / contents_chunk};
   static constexpr int shared_bytes = 2 * lag * layout.bytes();
 
-  /// What warps tell each other.
+  /// What warps exchange.
   struct memory_type {
     float2 sums[2][warps][lag + 2];  // of a partition's rows; halves of the warps lie in other banks
     alignas(16) float2 scales[warps][of_warp][contents_chunk];
@@ -53,7 +53,8 @@ struct lagged_columns {
   memory_type& memory;
   int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
 
-  /// Begins to bring a partition to where the one two before it was: `count` + 1 of keys, then as many of values.
+  /// Begins to copy a partition over the one two before it: first `count` + 1 partitions of keys, then as many of
+  /// values.
   __device__ void bring(index_t q) const {
     constexpr int at_once = lagged_threads / layout.chunks;
     const int chunk = int(threadIdx.x) % layout.chunks, row = int(threadIdx.x) / layout.chunks;
@@ -67,13 +68,13 @@ struct lagged_columns {
       copy_async16(to, from, true);
     commit_copies();
   }
-  /// The lane's chunk of rows lane % rows, and so on every `rows`.
-  __device__ void take(index_t q, raw (&to)[each]) const {
+  /// Loads the lane's chunk of rows lane % rows, lane % rows + rows, and so on.
+  __device__ void load(index_t q, raw (&to)[lane_rows]) const {
     const unsigned char* from =
         staged_at + q % 2 * lag * layout.bytes() +
         staged_rows{layout}.offset(lane % rows, warp * of_warp + lane / rows);
 #pragma unroll
-    for (int u = 0; u < each; ++u) {
+    for (int u = 0; u < lane_rows; ++u) {
       *reinterpret_cast<uint4*>(to[u].element) = *reinterpret_cast<const uint4*>(from + u * rows * layout.bytes());
       to[u].scale = 1;
     }
@@ -87,12 +88,13 @@ struct lagged_columns {
   /// What the lane's channels are scaled by, from a partition's rows: lanes of a chunk halve what they compare until
   /// each has one channel.
   template <class Scorer>
-  __device__ void find_scales(const raw (&next)[each], const Scorer& scorer, channel_scale (&scales)[contents_chunk]) {
+  __device__ void find_scales(const raw (&next)[lane_rows], const Scorer& scorer,
+                              channel_scale (&scales)[contents_chunk]) {
     extremes seen;
 #pragma unroll
     for (int w = 0; w < extremes::cells; ++w) seen.low[w] = seen.both(infinity), seen.high[w] = seen.both(-infinity);
 #pragma unroll
-    for (int u = 0; u < each; ++u) seen.see(next[u]);
+    for (int u = 0; u < lane_rows; ++u) seen.see(next[u]);
     // Pairs of elements as bits: where i is odd, of cell i / 2 negated.
     std::uint32_t least[contents_chunk];
 #pragma unroll
@@ -124,11 +126,11 @@ struct lagged_columns {
   }
   /// Hands on what the warp's channels of each row add up to.
   template <class Scorer>
-  __device__ void add_up(index_t q, const raw (&held)[each], const Scorer& scorer,
+  __device__ void add_up(index_t q, const raw (&held)[lane_rows], const Scorer& scorer,
                          const channel_scale (&scales)[contents_chunk]) {
-    float2 sums[each];
+    float2 sums[lane_rows];
 #pragma unroll
-    for (int u = 0; u < each; ++u) {
+    for (int u = 0; u < lane_rows; ++u) {
       float own[2] = {};
 #pragma unroll
       for (int d = 0; d < contents_chunk; ++d) scorer.measure(chunks::value(held[u], d), scales[d], own);
@@ -137,16 +139,16 @@ struct lagged_columns {
     int begin = lane % rows;
     if constexpr (of_warp == 2) {
       const bool upper = lane & rows;
-      begin += upper ? kept * rows : 0;
+      begin += upper ? lane_sums * rows : 0;
 #pragma unroll
-      for (int i = 0; i < kept; ++i) {
-        const float2 given = upper ? sums[i] : sums[i + kept], own = upper ? sums[i + kept] : sums[i];
+      for (int i = 0; i < lane_sums; ++i) {
+        const float2 given = upper ? sums[i] : sums[i + lane_sums], own = upper ? sums[i + lane_sums] : sums[i];
         sums[i].x = own.x + __shfl_xor_sync(~0u, given.x, rows);
         sums[i].y = own.y + __shfl_xor_sync(~0u, given.y, rows);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kept; ++i) memory.sums[q % 2][warp][begin + i * rows] = sums[i];
+    for (int i = 0; i < lane_sums; ++i) memory.sums[q % 2][warp][begin + i * rows] = sums[i];
   }
   /// Writes the spreads of a partition whose sums are there; two lanes a row.
   template <class Scorer>
@@ -173,21 +175,21 @@ struct lagged_columns {
     bring(1);
     wait_copies<1>();
     __syncthreads();
-    raw held[each], next[each];
-    take(0, held);
+    raw held[lane_rows], next[lane_rows];
+    load(0, held);
     for (index_t q = 0; q < last; ++q) {
       wait_copies<0>();
       __syncthreads();  // q + 1 is there, q has been taken, and the sums of q - 1 have been written
       if (q + 2 <= last) bring(q + 2);
       if (q > 0 && q != count + 1) finish(q - 1, scorer, of_keys, of_values);
-      take(q + 1, next);
+      load(q + 1, next);
       if (q != count) {  // between keys and values nothing is measured
         channel_scale scales[contents_chunk];
         find_scales(next, scorer, scales);
         add_up(q, held, scorer, scales);
       }
 #pragma unroll
-      for (int u = 0; u < each; ++u) held[u] = next[u];
+      for (int u = 0; u < lane_rows; ++u) held[u] = next[u];
     }
     __syncthreads();
     finish(last - 1, scorer, of_keys, of_values);
@@ -259,11 +261,11 @@ __device__ void measure_spreads(const View& view, const Scorer& scorer, index_t 
   for (index_t p = 0; p < lagged_ahead; ++p) all.bring(p, p <= count);
   typename partitions::raw held[at_once], next[at_once];
   wait_copies<lagged_ahead - 1>();
-  all.take(0, held);
+  all.load(0, held);
   all.bring(lagged_ahead, lagged_ahead <= count);
   for (index_t p = 0; p < count; ++p, spreads += all.lag()) {
     wait_copies<lagged_ahead - 1>();
-    all.take(p + 1, next);
+    all.load(p + 1, next);
     extremes seen;
 #pragma unroll
     for (int w = 0; w < extremes::cells; ++w) seen.low[w] = seen.both(infinity), seen.high[w] = seen.both(-infinity);

@@ -16,7 +16,7 @@ struct lse_partials {
   float2* state;
   index_t query_rows, slots, split, capacity;
 
-  __device__ float2* at(index_t row, index_t query_row) const {
+  __device__ float2* splits(index_t row, index_t query_row) const {
     return state + (offset_t(row) * query_rows + query_row) * slots;
   }
 };
@@ -142,7 +142,8 @@ struct lse_kernel {
         if (lane % 4 == 0) meeting[warp][held] = make_float2(state.max[r], state.sum[r]);
       } else {
         const index_t query = first_query + held;
-        if (lane % 4 == 0 && query < at.query_rows) out.at(row, query)[split] = make_float2(state.max[r], state.sum[r]);
+        if (lane % 4 == 0 && query < at.query_rows)
+          out.splits(row, query)[split] = make_float2(state.max[r], state.sum[r]);
       }
     }
     if constexpr (token_warps > 1) {
@@ -150,7 +151,7 @@ struct lse_kernel {
       if (threadIdx.x < 16 && first_query + index_t(threadIdx.x) < at.query_rows) {
         float2 all = meeting[0][threadIdx.x];
         for (int w = 1; w < warps; ++w) merge(all.x, all.y, meeting[w][threadIdx.x].x, meeting[w][threadIdx.x].y);
-        out.at(row, first_query + index_t(threadIdx.x))[split] = all;
+        out.splits(row, first_query + index_t(threadIdx.x))[split] = all;
       }
       __syncthreads();
     }
@@ -176,7 +177,7 @@ struct lse_kernel {
     for (index_t row = line.first_row; begin < line.end; ++row) {
       const index_t stop = (min)(line.end, line.ends[row]), row_begin = line.row_begin(row);
       if (stop <= begin) continue;
-      const auto at = scored_head::at(p, row, out.capacity);
+      const auto at = scored_head::find(p, row, out.capacity);
       const index_t first_tile = (begin - row_begin) * split_tiles;
       const index_t last_tile = (min)((stop - row_begin) * split_tiles, ceil_div(at.tokens, tile));
       begin = stop;
@@ -197,7 +198,7 @@ struct lse_kernel {
         }
       }
       const auto put = [&](index_t t) {
-        if (t < last_tile && token_span::of(p.view, at, t * tile, tile).seen_by_any(p.rule, oldest, newest)) {
+        if (t < last_tile && token_span::read(p.view, at, t * tile, tile).seen_by_any(p.rule, oldest, newest)) {
           const index_t mine = t * tile + warp * (tile / warps);
           stage_keys<tile / warps>(p.view, at, mine,
                                    ring + std::uint32_t(t % Stages * stage_bytes + warp * (tile / warps) * row_bytes),
@@ -213,7 +214,7 @@ struct lse_kernel {
         wait_copies<Stages - 2>();
         __syncthreads();
         put(t + Stages - 1);
-        const auto span = token_span::of(p.view, at, t * tile, tile);
+        const auto span = token_span::read(p.view, at, t * tile, tile);
         if (span.seen_by_any(p.rule, oldest, newest) && first_query < at.query_rows) {
           const bool plain =
               p.rule.soft_cap <= 0 && (t + 1) * tile <= at.tokens && span.seen_by_all(p.rule, oldest, newest);
@@ -252,14 +253,14 @@ __global__ void __launch_bounds__(128)
   const int lane = threadIdx.x % 32;
   const index_t row = index_t(item / partials.query_rows), query = index_t(item % partials.query_rows);
   if (row >= p.view.sequences * p.view.kv_heads) return;
-  const auto at = scored_head::at(p, row, partials.capacity);
+  const auto at = scored_head::find(p, row, partials.capacity);
   const float given = query < at.query_rows ? at.given_lse(p, query) : infinity;
   if (given < infinity) {
     if (lane == 0) lse[item] = given;
     return;
   }
   const index_t used = query < at.query_rows ? ceil_div(at.tokens, partials.split) : 0;
-  const float2* state = partials.at(row, query);
+  const float2* state = partials.splits(row, query);
   float top = -FLT_MAX, sum = 0;
   for (index_t i = lane; i < used; i += 32) top = fmaxf(top, state[i].x);
   top = warp_max(top);

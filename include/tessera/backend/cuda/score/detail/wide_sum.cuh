@@ -143,7 +143,7 @@ struct wide_sum_kernel {
     for (index_t row = line.first_row; begin < line.end; ++row) {
       const index_t stop = (min)(line.end, line.ends[row]), row_begin = line.row_begin(row);
       if (stop <= begin) continue;
-      const auto at = scored_head::at(p, row, shape.capacity);
+      const auto at = scored_head::find(p, row, shape.capacity);
       const index_t first_tile = begin - row_begin, count = stop - begin;
       begin = stop;
       const index_t newest = at.query_rows > 0 ? at.position_of(at.query_rows - 1) : INT_MIN;
@@ -152,7 +152,7 @@ struct wide_sum_kernel {
       // What four warps multiply together, they bring together.
       const auto seen = [&](index_t of_group) {
         return at.query_rows > 0 && of_group < at.tokens &&
-               token_span::of(p.view, at, of_group, 64).seen_by_any(p.rule, at.first_position, newest);
+               token_span::read(p.view, at, of_group, 64).seen_by_any(p.rule, at.first_position, newest);
       };
       index_t sure_tokens = slots_seen_by_all(p, at);
       const wide_keys<View, 16> rows(p.view, at, lane);

@@ -25,26 +25,26 @@ __global__ void __launch_bounds__((expected_kernel_of<View, Scorer>::threads),
 
 inline constexpr int expected_groups = 64;  // query heads of a kv_head
 
-/// x a share of the slots, y a (sequence, kv_head): softmaxes over the slots, averaged over the group; sinks before all
-/// others.
+/// blockIdx: x a share of the slots, y a (sequence, kv_head). Averages the softmaxes over the slots of the group's query
+/// heads. Sinks rank before all others.
 template <class View, class Scorer, int Threads>
 __global__ void __launch_bounds__(Threads)
     average_entry(const __grid_constant__ expected_problem<View> p, Scorer scorer, index_t blocks, float* scores,
                   offset_t row_stride) {
-  __shared__ float most[expected_groups], total[expected_groups];
+  __shared__ float group_largest[expected_groups], total[expected_groups];
   const index_t row = index_t(blockIdx.y), b = row / p.view.kv_heads, h = row % p.view.kv_heads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int g = warp; g < p.group; g += Threads / 32) {
     const exp_sum* parts = p.partials + (offset_t(row) * p.group + g) * blocks;
     float largest = -infinity;
-    for (index_t i = lane; i < blocks; i += 32) largest = fmaxf(largest, parts[i].most);
+    for (index_t i = lane; i < blocks; i += 32) largest = fmaxf(largest, parts[i].largest);
     largest = warp_max(largest);
     float sum = 0;
     for (index_t i = lane; i < blocks; i += 32) {
-      if (parts[i].most > -infinity) sum += parts[i].sum * expf(parts[i].most - largest);
+      if (parts[i].largest > -infinity) sum += parts[i].sum * expf(parts[i].largest - largest);
     }
     sum = warp_sum(sum);
-    if (lane == 0) most[g] = largest, total[g] = sum > 0 ? sum : 1;
+    if (lane == 0) group_largest[g] = largest, total[g] = sum > 0 ? sum : 1;
   }
   __syncthreads();
   const index_t tokens = (min)(p.view.length(b, h), p.capacity);
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(Threads)
     float score = 0;
     for (int g = 0; g < p.group; ++g) {
       const float logit = p.logits[(offset_t(row) * p.group + g) * p.capacity + slot];
-      score += (logit == -infinity ? 0.0f : expf(logit - most[g])) / total[g] / float(p.group);
+      score += (logit == -infinity ? 0.0f : expf(logit - group_largest[g])) / total[g] / float(p.group);
     }
     scores[row * row_stride + slot] = p.view.position(b, h, slot) < scorer.sinks ? infinity : score;
   }

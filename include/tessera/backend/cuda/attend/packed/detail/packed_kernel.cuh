@@ -141,8 +141,8 @@ class packed_part {
     const int unit_shift =
         (unit_rows & (unit_rows - 1)) == 0 ? __ffs(int(unit_rows)) - 1 : -1;  // below 0: no power of 2
     const float4 queries = queries_of(s, int(threadIdx.x));
-    using key_rows = raw_rows<row_places<D>>;
-    using value_rows = raw_rows<row_places<Dv>>;
+    using key_rows = raw_rows<row_layout<D>>;
+    using value_rows = raw_rows<row_layout<Dv>>;
     const key_rows first_keys(segment.k, head_);
     const value_rows first_values(segment.v, head_);
     // Behind the first tile they are read from shared memory: while a row is walked along there are no registers for
@@ -156,8 +156,8 @@ class packed_part {
     const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, tile_place = warp * shape_.tile;
     unsigned char* weights = shared_ + shape_.weights + warp * shape_.weight;
     const int k_raw = shape_.raws + warp * shape_.raw, v_raw = k_raw + shape_.k_raw * tile_tokens;
-    const unsigned k_row = unsigned(k_raw) + row_places<D>::row(unsigned(lane), first_keys.stride()),
-                   v_row = unsigned(v_raw) + row_places<Dv>::row(unsigned(lane), first_values.stride());
+    const unsigned k_row = unsigned(k_raw) + row_layout<D>::row(unsigned(lane), first_keys.stride()),
+                   v_row = unsigned(v_raw) + row_layout<Dv>::row(unsigned(lane), first_values.stride());
     const index_t rows = row_begin_[s + 1] - row_begin_[s], tokens = (last - first) * unit_rows;
     const auto unit_of = [&](index_t token) -> index_t {  // below 0: none
       if (token >= tokens) return no_index;

@@ -20,8 +20,8 @@ struct packed_lengths {
   packed_lengths(const packed_format& k, const packed_format& v)
       : k_channels(int(whole_channels(k.channels))),
         v_channels(int(whole_channels(v.channels))),
-        k_raw(int(row_places<D>::stride(unsigned(value_stride(k.value_bytes()) / 16)))),
-        v_raw(int(row_places<Dv>::stride(unsigned(value_stride(v.value_bytes()) / 16)))) {}
+        k_raw(int(row_layout<D>::stride(unsigned(value_stride(k.value_bytes()) / 16)))),
+        v_raw(int(row_layout<Dv>::stride(unsigned(value_stride(v.value_bytes()) / 16)))) {}
 };
 
 /// Where a block's shared memory lies: tiles, raw values, queries, the warps' states, weights, positions of queries,
@@ -52,7 +52,7 @@ struct packed_memory {
         softmaxes(weights + packed_warps * weight),
         positions(softmaxes + packed_warps * softmax),
         sources(positions + query_rows_together * 4),
-        begins(sources + int(sizeof(raw_rows<row_places<D>>) + sizeof(raw_rows<row_places<Dv>>))),
+        begins(sources + int(sizeof(raw_rows<row_layout<D>>) + sizeof(raw_rows<row_layout<Dv>>))),
         bytes(begins + (int(max_segments + 1) * 3 + 2) * 4) {}
 
  private:

@@ -224,7 +224,7 @@ __device__ __forceinline__ void multiply_row(int way, int kept, const std::uint3
   with_way<Tile, D>(
       way, [&]<class Way>() __attribute__((always_inline)) {
         using products = query_products<Way::element, Way::group>;
-        row_walk<row_places<D>, Way, Way::group * products::stride> along(bits, first);
+        row_walk<row_layout<D>, Way, Way::group * products::stride> along(bits, first);
         along.walk(kept, shared, row, products{shared, sums});
       });
 }
@@ -238,7 +238,7 @@ __device__ __forceinline__ void spread_row(int way, int kept, const std::uint32_
   with_way<Tile, Dv>(
       way, [&]<class Way>() __attribute__((always_inline)) {
         using spread = spread_values<Tile, Way::element, Way::group>;
-        row_walk<row_places<Dv>, Way, Way::group * spread::stride> along(bits, first);
+        row_walk<row_layout<Dv>, Way, Way::group * spread::stride> along(bits, first);
         along.walk(kept, shared, row, spread{shared});
       });
 }

@@ -33,7 +33,7 @@ class exact_reader : public slot_reader, public reader_without_index<Recipe, Vie
   void require_covered(const planned<Recipe>& policies) const { choose_.require_covered(plan(policies)); }
   host_vector<detail::gathered_column> gathered() const { return {plans_.gathered()}; }
   void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
-    set_number(plans_.of({0, id}), plan(policies), stream);
+    set_number(plans_.entry({0, id}), plan(policies), stream);
   }
   bool choose(index_t, const View& view, const rows_view<const T>& q, const index_t* first, const logit_rule&,
               const rows_view<Out>&, const rows_view<float>&, selection_view& chosen, cudaStream_t stream) const {

@@ -47,7 +47,7 @@ class extrema_reader : public slot_reader {
     host_vector<offset_t> begins(std::size_t(shape.layers) * std::size_t(options.sequences) *
                                  std::size_t(shape.kv_heads));
     for (std::size_t row = 0; row < begins.size(); ++row) begins[row] = offset_t(row) * row_elements_;
-    check(cudaMemcpy(begins_.of({}), begins.data(), begins.size() * sizeof(offset_t), cudaMemcpyHostToDevice),
+    check(cudaMemcpy(begins_.entry({}), begins.data(), begins.size() * sizeof(offset_t), cudaMemcpyHostToDevice),
           "cudaMemcpy");
   }
 
@@ -78,9 +78,9 @@ class extrema_reader : public slot_reader {
   }
   void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
     const read_plan fitted = plan(policies);
-    set_number(plans_.of({0, id}), fitted, stream);
+    set_number(plans_.entry({0, id}), fitted, stream);
     const index_t room = index_t(row_elements_ / page_row_elements(fitted.page, k_dim, 1) / room_step * room_step);
-    for (index_t h = 0; h < shape_.kv_heads; ++h) set_number(rooms_.of({0, id}) + h, room, stream);
+    for (index_t h = 0; h < shape_.kv_heads; ++h) set_number(rooms_.entry({0, id}) + h, room, stream);
   }
 
   /// Whoever gets the id next begins without sums, also where steps come before any prompt.
@@ -99,8 +99,8 @@ class extrema_reader : public slot_reader {
 
   /// The index of one sequence's layer anew. `longest`: no head holds more.
   void refresh(sequence_layer owner, const View& view, index_t longest, cudaStream_t stream) const {
-    const index_type index{data_.data(), 1, 0, begins_.of(owner), rooms_.of({0, owner.id})};
-    index_pages<View>{}.build(view, index, plans_.of({0, owner.id}), ceil_div(longest, bounds_.page), stream);
+    const index_type index{data_.data(), 1, 0, begins_.entry(owner), rooms_.entry({0, owner.id})};
+    index_pages<View>{}.build(view, index, plans_.entry({0, owner.id}), ceil_div(longest, bounds_.page), stream);
     if constexpr (averages) {
       mean_value<View>(shape_.kv_heads).build(view, sums(owner), sums_scratch_.data(), stream);
     }

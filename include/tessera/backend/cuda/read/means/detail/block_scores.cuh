@@ -65,7 +65,7 @@ struct scored_blocks {
 template <int D, class Tile>
 class staged_means {
   using memory = score_memory<D>;
-  using places = row_places<memory::stage / 64>;
+  using places = row_layout<memory::stage / 64>;
 
  public:
   /// `stages`: where its stages lie in the block's shared memory.

@@ -50,7 +50,7 @@ class segment_reader : public slot_reader {
         ids_(1, options.sequences, 1) {
     host_vector<index_t> ids(std::size_t(options.sequences), 0);
     std::iota(ids.begin(), ids.end(), 0);
-    check(cudaMemcpy(ids_.of({}), ids.data(), ids.size() * sizeof(index_t), cudaMemcpyHostToDevice), "cudaMemcpy");
+    check(cudaMemcpy(ids_.entry({}), ids.data(), ids.size() * sizeof(index_t), cudaMemcpyHostToDevice), "cudaMemcpy");
     check(cudaMemset(spoken_.data(), 0xff, spoken_.bytes()), "cudaMemset");
     check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
   }
@@ -70,7 +70,7 @@ class segment_reader : public slot_reader {
   host_vector<detail::gathered_column> gathered() const { return {plans_.gathered(), ids_.gathered()}; }
   void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
     const index_t read = policies.plan.read;
-    set_number(plans_.of({0, id}), segment_plan{read, scorer_.protected_tail(read)}, stream);
+    set_number(plans_.entry({0, id}), segment_plan{read, scorer_.protected_tail(read)}, stream);
   }
   /// Whoever gets the id next begins with nothing.
   void clear(index_t id, cudaStream_t stream) {
@@ -84,7 +84,7 @@ class segment_reader : public slot_reader {
   }
 
   void refresh(sequence_layer owner, const View& view, index_t, cudaStream_t stream) const {
-    means_.build(view, index(owner.layer, ids_.of({0, owner.id})), stream);
+    means_.build(view, index(owner.layer, ids_.entry({0, owner.id})), stream);
   }
   /// What an answer has said so far.
   void copy(index_t from, index_t to, cudaStream_t stream) const {

@@ -166,7 +166,7 @@ struct expected_hopper_kernel {
   static constexpr std::size_t shared_bytes = std::size_t(heads * head_bytes + align);
 
   struct keys {
-    std::uint32_t of[D / 16][4];
+    std::uint32_t words[D / 16][4];
 
     /// Two rows of a lane, as a warp's products take them.
     __device__ void load(const View& view, const scored_head& at, index_t first, int lane) {
@@ -184,8 +184,8 @@ struct expected_hopper_kernel {
           } else {
             chunk = decoded_chunk<T>(row + c * 32, scale);
           }
-          of[c * 2][half] = chunk.x, of[c * 2][half + 2] = chunk.y;
-          of[c * 2 + 1][half] = chunk.z, of[c * 2 + 1][half + 2] = chunk.w;
+          words[c * 2][half] = chunk.x, words[c * 2][half + 2] = chunk.y;
+          words[c * 2 + 1][half] = chunk.z, words[c * 2 + 1][half + 2] = chunk.w;
         }
       }
     }
@@ -284,12 +284,12 @@ struct expected_hopper_kernel {
         for (int part = 0; part < 2; ++part) {
           const std::uint32_t from =
               square + std::uint32_t(part * part_bytes + s % 4 * 32) + wide::offset(D, 0, s / 4 * 8);
-          wide::multiply(product, k.of[s], wide::operand(from + std::uint32_t(slice * 64 * 128)),
+          wide::multiply(product, k.words[s], wide::operand(from + std::uint32_t(slice * 64 * 128)),
                          s > slice * 4 || part > 0);
         }
       }
       wide::commit();
-      const auto key = [&](int n, int half) { return unpacked_pair<T>(k.of[slice * 4 + n / 2][n % 2 * 2 + half]); };
+      const auto key = [&](int n, int half) { return unpacked_pair<T>(k.words[slice * 4 + n / 2][n % 2 * 2 + half]); };
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         const float2 middle = mean[slice * 32 + n * 4 + lane % 4];

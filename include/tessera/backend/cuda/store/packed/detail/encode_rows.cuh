@@ -113,10 +113,10 @@ struct encode_problem {
 };
 
 /// `count` whole rows of a layer of a sequence, from `first` on, that join its segment `segment`. The segment has
-/// `held` rows before; `slot` is where the device counts them.
+/// `stored` rows before; `slot` is where the device counts them.
 struct joining_rows {
   sequence_layer owner;
-  index_t segment, slot, held, first, count;
+  index_t segment, slot, stored, first, count;
 };
 
 namespace detail {

@@ -115,10 +115,11 @@ class second_moments {
                 "tessera: the device packs raw rows of fp16 and bf16");
 
  public:
-  static constexpr std::size_t each = std::size_t(D) * D + std::size_t(Dv) * Dv;
+  /// Floats of a (sequence, kv_head).
+  static constexpr std::size_t lane_floats = std::size_t(D) * D + std::size_t(Dv) * Dv;
   static index_t pieces(index_t count) { return (std::max)(1, ceil_div(count, piece_rows)); }
   static std::size_t workspace_bytes(index_t lanes, index_t count) {
-    return array_bytes<float>(std::size_t(pieces(count)) * std::size_t(lanes) * each);
+    return array_bytes<float>(std::size_t(pieces(count)) * std::size_t(lanes) * lane_floats);
   }
 
   const float* run(const View& view, index_t first, index_t count, void* workspace, cudaStream_t stream) const {
@@ -132,7 +133,7 @@ class second_moments {
             .threads = dim3(detail::moment_threads),
             .shared_bytes = std::size_t(staged_rows{largest / 8}.bytes()) * detail::moment_tile_rows},
            stream, "launch of second_moments", view, first, count, piece_rows, strips, sums);
-    const offset_t total = offset_t(lanes) * offset_t(each);
+    const offset_t total = offset_t(lanes) * offset_t(lane_floats);
     launch(detail::add_pieces_entry<256>, {.blocks = dim3(unsigned((total + 255) / 256)), .threads = dim3(256)}, stream,
            "launch of add_pieces", sums, pieces(count), total);
     return sums;

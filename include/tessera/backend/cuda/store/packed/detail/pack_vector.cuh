@@ -233,7 +233,7 @@ class kept_channels {
   __device__ __forceinline__ kept_channels(const std::uint32_t (&chosen)[Words], int group) : group_(group) {
 #pragma unroll
     for (int j = 0; j < Words; ++j) groups_.words[j] = __brev(chosen[j]);
-    groups_.at = 0;
+    groups_.position = 0;
   }
   /// Not after the last one.
   __device__ __forceinline__ int next() {

@@ -12,7 +12,7 @@
 #include "../../../../../core/host/host_vector.hpp"
 #include "../../../../../core/sequence_layer.hpp"
 #include "encode_rows.cuh"
-#include "packed_places.cuh"
+#include "segment_store.cuh"
 #include "strategy_task.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -30,13 +30,13 @@ class segment_searches {
   static std::size_t finished(sequence_layer, std::size_t all) { return all > 0 ? all - 1 : 0; }
   static const segment_record& like(sequence_layer, const segments& all) { return all.back(); }
   static bool joins(sequence_layer, const segments&) { return true; }
-  static host_vector<rows_before> room(sequence_layer, index_t) { return {}; }
+  static host_vector<rows_before> blocks_for(sequence_layer, index_t) { return {}; }
   void noted(const host_vector<encode_problem<View>>&, const host_vector<joining_rows>&, const packing_layers&,
              cudaStream_t) {}
   void joined(const View&, sequence_layer, index_t, index_t, host_vector<rows_before>, cudaStream_t) {}
   void ended(sequence_layer, std::size_t) {}
   void mark(index_t, cudaStream_t) {}
-  void settle(index_t, packed_places&, bool, cudaStream_t) {}
+  void settle(index_t, segment_store&, bool, cudaStream_t) {}
   offset_t bytes(sequence_layer) const { return 0; }
 };
 
@@ -59,7 +59,12 @@ class segment_searches<Layout, View> {
   /// `layers`: those that pack.
   segment_searches(const rows_type& rows, const segment_formats& formats, index_t layers, index_t sequences,
                    index_t kv_heads, index_t max_segments)
-      : rows_(rows), formats_(formats), layers_(layers), heads_(kv_heads), most_(max_segments), ranges_(layers) {
+      : rows_(rows),
+        formats_(formats),
+        layers_(layers),
+        heads_(kv_heads),
+        max_segments_(max_segments),
+        ranges_(layers) {
     if (!on()) return;
     worker_ = std::make_shared<background>();
     sessions_.resize(std::size_t(sequences));
@@ -96,13 +101,13 @@ class segment_searches<Layout, View> {
     for (index_t layer = 0; layer < layers_; ++layer)
       ranges_[sequence_layer{layer, to}] = ranges_[sequence_layer{layer, from}];
     sessions_[std::size_t(from)].packed.wait(), now.packed.wait();
-    std::copy_n(total({0, from}, 0), std::size_t(layers_) * std::size_t(most_), total({0, to}, 0));
+    std::copy_n(total({0, from}, 0), std::size_t(layers_) * std::size_t(max_segments_), total({0, to}, 0));
   }
   /// Of `all` segments those that nobody will write to again.
   std::size_t finished(sequence_layer owner, std::size_t all) const {
     if (!on()) return all > 0 ? all - 1 : 0;
-    const range& here = ranges_[owner];
-    return here.first < here.last ? here.first : here.settled;
+    const range& found = ranges_[owner];
+    return found.first < found.last ? found.first : found.settled;
   }
 
   /// Whose basis and format new rows take, and whether they may join the last segment.
@@ -117,14 +122,14 @@ class segment_searches<Layout, View> {
   }
 
   /// Blocks for `count` rows that are about to be packed, which `joined` takes without more memory. Errors: no memory.
-  host_vector<rows_before> room(sequence_layer owner, index_t count) {
+  host_vector<rows_before> blocks_for(sequence_layer owner, index_t count) {
     host_vector<rows_before> made;
     if (on()) {
-      auto& before = ranges_[owner].before;
-      before.reserve(before.size() + std::size_t(ceil_div(count, rows_.tail.tail)));
+      auto& originals = ranges_[owner].originals;
+      originals.reserve(originals.size() + std::size_t(ceil_div(count, rows_.tail.tail)));
     }
     for (; on() && count > 0; count -= rows_.tail.tail)
-      made.push_back({blocks_->take(), (std::min)(count, rows_.tail.tail)});
+      made.push_back({blocks_->allocate(), (std::min)(count, rows_.tail.tail)});
     return made;
   }
   /// Whole rows have been packed: what that left out of them is summed.
@@ -132,8 +137,8 @@ class segment_searches<Layout, View> {
              const packing_layers& packing, cudaStream_t stream) {
     for (std::size_t i = 0; on() && i < all.size(); ++i) {
       const joining_rows& rows = all[i];
-      losses_->run(problems[i].view, rows.segment, rows.held, rows.first, rows.count,
-                   total({packing.of[std::size_t(rows.owner.layer)], rows.owner.id}, rows.slot), stream);
+      losses_->run(problems[i].view, rows.segment, rows.stored, rows.first, rows.count,
+                   total({packing.number[std::size_t(rows.owner.layer)], rows.owner.id}, rows.slot), stream);
     }
   }
   /// They stand behind the settled segments, and are still whole. `blocks` are those of `room`.
@@ -141,9 +146,9 @@ class segment_searches<Layout, View> {
               cudaStream_t stream) {
     if (!on()) return;
     keep_rows(view.whole, first, count, blocks, stream);
-    range& here = ranges_[owner];
-    here.rows += count;
-    here.before.insert(here.before.end(), blocks.begin(), blocks.end());
+    range& found = ranges_[owner];
+    found.rows += count;
+    found.originals.insert(found.originals.end(), blocks.begin(), blocks.end());
   }
   /// Segments of their own have come: all stay as they are.
   void ended(sequence_layer owner, std::size_t all) {
@@ -157,10 +162,10 @@ class segment_searches<Layout, View> {
   /// Between two steps: what a search has made takes its place; and, where rows are `due`, a segment that has to end
   /// does before they come. Waits for nothing that came after the rows before them; where memory runs out, all stays as
   /// it is for now.
-  void settle(index_t id, packed_places& places, bool due, cudaStream_t stream) {
+  void settle(index_t id, segment_store& places, bool due, cudaStream_t stream) {
     if (!on()) return;
     session& now = sessions_[std::size_t(id)];
-    if (now.task && now.task->state() != task_state::waiting) take(id, now, places, stream);
+    if (now.task && now.task->state() != task_state::waiting) adopt(id, now, places, stream);
     if (!due) return;
     index_t rows = 0;
     for (index_t layer = 0; layer < layers_; ++layer) rows = (std::max)(rows, ranges_[sequence_layer{layer, id}].rows);
@@ -176,9 +181,9 @@ class segment_searches<Layout, View> {
   /// Of rows that wait on the host, those that are being searched among them.
   offset_t bytes(sequence_layer owner) const {
     if (!on()) return 0;
-    std::size_t blocks = ranges_[owner].before.size();
+    std::size_t blocks = ranges_[owner].originals.size();
     if (const auto& task = sessions_[std::size_t(owner.id)].task) {
-      for (const auto& part : task->parts) blocks += part.layer == owner.layer ? part.before.size() : 0;
+      for (const auto& part : task->parts) blocks += part.layer == owner.layer ? part.originals.size() : 0;
     }
     return offset_t(blocks * blocks_->block_bytes());
   }
@@ -188,7 +193,7 @@ class segment_searches<Layout, View> {
     std::size_t settled = 0;          // segments
     std::size_t first = 0, last = 0;  // those whose place what a search makes takes; none: equal
     index_t rows = 0;                 // behind the settled ones
-    host_vector<rows_before> before;
+    host_vector<rows_before> originals;
   };
   struct session {
     std::shared_ptr<search_type> task;
@@ -197,24 +202,24 @@ class segment_searches<Layout, View> {
   };
   bool on() const { return rows_.strategy.searched(); }
   double* total(sequence_layer owner, index_t slot) const {
-    return totals_.data() + sequence_major{layers_}.index(owner) * std::size_t(most_) + std::size_t(slot);
+    return totals_.data() + sequence_major{layers_}.index(owner) * std::size_t(max_segments_) + std::size_t(slot);
   }
-  static void end(range& here, std::size_t all) {
-    here.settled = all;
-    here.rows = 0;
-    here.before.clear();
+  static void end(range& found, std::size_t all) {
+    found.settled = all;
+    found.rows = 0;
+    found.originals.clear();
   }
 
   /// Of all layers together: a sequence's segments end at one token.
-  bool lost_enough(index_t id, const session& now, const packed_places& places) const {
+  bool lost_enough(index_t id, const session& now, const segment_store& places) const {
     now.packed.wait();
     double lost = 0, allowed = 0;
     for (index_t layer = 0; layer < layers_; ++layer) {
-      const range& here = ranges_[sequence_layer{layer, id}];
-      if (here.rows == 0) continue;
+      const range& found = ranges_[sequence_layer{layer, id}];
+      if (found.rows == 0) continue;
       const segments& all = places.segments({layer, id});
-      for (std::size_t i = here.settled; i < all.size(); ++i) lost += *total({layer, id}, all[i].slot);
-      const segment_record& own = all[here.settled - 1];
+      for (std::size_t i = found.settled; i < all.size(); ++i) lost += *total({layer, id}, all[i].slot);
+      const segment_record& own = all[found.settled - 1];
       const double mean = *total({layer, id}, own.slot) / (std::max<index_t>)(1, own.rows);
       const auto& limits = rows_.strategy;
       allowed += limits.segment_loss > 0 ? double(limits.segment_loss) : mean * limits.reference;
@@ -230,12 +235,12 @@ class segment_searches<Layout, View> {
   }
 
   /// Returns whether a search has begun.
-  bool begin(index_t id, session& now, const packed_places& places, cudaStream_t stream) {
+  bool begin(index_t id, session& now, const segment_store& places, cudaStream_t stream) {
     try {
       host_vector<typename search_type::layer_part> parts;
       for (index_t layer = 0; layer < layers_; ++layer) {
-        const range& here = ranges_[sequence_layer{layer, id}];
-        if (here.rows > 0) parts.push_back({layer, here.before, here.rows});
+        const range& found = ranges_[sequence_layer{layer, id}];
+        if (found.rows > 0) parts.push_back({layer, found.originals, found.rows});
       }
       const auto copied = std::make_shared<stream_mark>();
       copied->set(stream);
@@ -256,15 +261,15 @@ class segment_searches<Layout, View> {
       return false;  // no memory: another time
     }
     for (index_t layer = 0; layer < layers_; ++layer) {
-      range& here = ranges_[sequence_layer{layer, id}];
-      here.first = here.settled;
-      here.last = places.segments({layer, id}).size();
-      end(here, here.last);
+      range& found = ranges_[sequence_layer{layer, id}];
+      found.first = found.settled;
+      found.last = places.segments({layer, id}).size();
+      end(found, found.last);
     }
     return true;
   }
 
-  void take(index_t id, session& now, packed_places& places, cudaStream_t stream) {
+  void adopt(index_t id, session& now, segment_store& places, cudaStream_t stream) {
     const std::shared_ptr<search_type> over = std::exchange(now.task, nullptr);
     const bool done = over->state() == task_state::done;
     ++(done ? now.report.searched : now.report.kept);
@@ -274,12 +279,12 @@ class segment_searches<Layout, View> {
     }
     for (auto& part : over->parts) {
       const sequence_layer owner{part.layer, id};
-      range& here = ranges_[owner];
-      const std::size_t replaced = here.last - here.first, last = std::exchange(here.last, here.first);
+      range& found = ranges_[owner];
+      const std::size_t replaced = found.last - found.first, last = std::exchange(found.last, found.first);
       if (replaced == 0 || !done) continue;
-      places.replace_segments(owner, here.first, last, part.record, part.made, stream);
-      *total(owner, places.segments(owner)[here.first].slot) = part.loss;
-      here.settled -= replaced - 1;
+      places.replace_segments(owner, found.first, last, part.record, part.made, stream);
+      *total(owner, places.segments(owner)[found.first].slot) = part.loss;
+      found.settled -= replaced - 1;
     }
     over->memory()->used.set(stream);
     spare_ = over->memory();
@@ -287,7 +292,7 @@ class segment_searches<Layout, View> {
 
   rows_type rows_;
   segment_formats formats_;
-  index_t layers_, heads_, most_;
+  index_t layers_, heads_, max_segments_;
   std::shared_ptr<background> worker_;
   host_vector<session> sessions_;
   sequence_table<range> ranges_;
