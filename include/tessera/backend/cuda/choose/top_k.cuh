@@ -22,7 +22,7 @@ struct row_numbers {
   index_t value = 0;
   index_t rows_per_entry = 1;
   index_t stride = 1;  ///< between entries, which may lie in structs
-  __device__ index_t of(index_t row) const {
+  __device__ index_t number(index_t row) const {
     return data ? data[offset_t(rows_per_entry == 1 ? row : row / rows_per_entry) * stride] : value;
   }
 };
@@ -58,9 +58,9 @@ struct select_problem {
     index_t n, keep, tail;
   };
   __device__ bounds bounds_of(index_t row) const {
-    const index_t before = skipped(row), stored = (max)(n.of(row) - before, 0);
-    const index_t kept = (min)((max)(keep.of(row) - before, 0), stored);
-    return {stored, kept, (min)((max)(tail.of(row), 0), kept)};
+    const index_t before = skipped(row), stored = (max)(n.number(row) - before, 0);
+    const index_t kept = (min)((max)(keep.number(row) - before, 0), stored);
+    return {stored, kept, (min)((max)(tail.number(row), 0), kept)};
   }
 
   /// What was chosen, for the consumers of a selection.
@@ -134,7 +134,7 @@ __device__ void select_row(const select_problem& p, index_t block, index_t resid
   const row_part<Keys> part{keys, begin, count, cache, (min)((count + 3) / 4 * 4, resident)};
   if constexpr (Keys::single) {
     using held = held_select<storage, Blocks>;
-    if (share <= (min)(resident, held::most)) return held::run(s, part, cache, room, out);
+    if (share <= (min)(resident, held::max_keys)) return held::run(s, part, cache, room, out);
     select::load(s, part);
     const cut at = select::template threshold<false>(s, part, room, true);
     select::compact(s, part, at, [&](index_t to, index_t slot, index_t, bool) { out[to] = slot; });

@@ -155,8 +155,8 @@ class step_turn {
                                      stream))
         continue;
       its_.attends.step(
-          decode_problem<typename parts::read_view_type, Out>{view, members.of(q, m), first, rule, members.of(out, m),
-                                                              members.of(lse, m), chosen,
+          decode_problem<typename parts::read_view_type, Out>{view, members.rows(q, m), first, rule,
+                                                              members.rows(out, m), members.rows(lse, m), chosen,
                                                               its_.reads.lists().usual_row(recipe.budget())},
           stream);
     }

@@ -110,7 +110,7 @@ __device__ inline unsigned four(const uint4& k, const Holds& holds) {
 template <int Rounds = quads_each>
 struct round_counts {
   static constexpr int halves = (Rounds + 3) / 4;
-  unsigned before[halves], total[halves];
+  unsigned earlier[halves], total[halves];
   __device__ round_counts(unsigned mask, int lane) {
 #pragma unroll
     for (int half = 0; half < halves; ++half) {
@@ -119,13 +119,13 @@ struct round_counts {
       counts = (counts & 0x3333u) + (counts >> 2 & 0x3333u);
       counts = (counts & 0xfu) | (counts & 0xf0u) << 4 | (counts & 0xf00u) << 8 | (counts & 0xf000u) << 12;
       const unsigned to_lane = inclusive_sum(counts, lane);  // a byte reaches 128 at most
-      before[half] = to_lane - counts;
+      earlier[half] = to_lane - counts;
       total[half] = __shfl_sync(~0u, to_lane, 31);
     }
   }
   // `round` may be known only at run time: registers have no index.
   __device__ unsigned before_in(int round) const {
-    return (round < 4 ? before[0] : before[halves - 1]) >> (round % 4 * 8) & 0xffu;
+    return (round < 4 ? earlier[0] : earlier[halves - 1]) >> (round % 4 * 8) & 0xffu;
   }
   __device__ unsigned total_in(int round) const {
     return (round < 4 ? total[0] : total[halves - 1]) >> (round % 4 * 8) & 0xffu;

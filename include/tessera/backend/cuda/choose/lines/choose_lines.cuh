@@ -41,18 +41,18 @@ struct line_tables {
 
 namespace detail {
 
-/// Numbers of the host as a launch's argument.
+/// Numbers of the host as an argument of a launch.
 struct few_numbers {
-  static constexpr index_t most = 512;
-  index_t of[most];
+  static constexpr index_t capacity = 512;
+  index_t numbers[capacity];
 };
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
-    set_numbers_entry(const __grid_constant__ few_numbers numbers, index_t count, index_t* to) {
-  for (index_t i = index_t(threadIdx.x); i < count; i += Threads) to[i] = numbers.of[i];
+    set_numbers_entry(const __grid_constant__ few_numbers some, index_t count, index_t* to) {
+  for (index_t i = index_t(threadIdx.x); i < count; i += Threads) to[i] = some.numbers[i];
 }
 
-/// Which lines are taken whatever their weight, by query head.
+/// Marks the lines that are chosen whatever their weight, by query head.
 template <class Pattern, int Threads>
 __global__ void __launch_bounds__(Threads)
     fixed_lines_entry(const __grid_constant__ Pattern pattern, const __grid_constant__ line_sample seen) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ std::uint32_t bits_of_flags(const std::uint8_t* flags
   return bits;
 }
 
-/// Flags of a query head become its tables; `entries`: how many entries its lines have.
+/// Writes a query head's tables from its flags. `entries`: how many entries its lines have.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     write_lines_entry(const __grid_constant__ line_sample seen, index_t words, std::uint32_t* slash,
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(Threads)
   if (threadIdx.x == 0) counts[q_head] = listed, entries[q_head] = total;
 }
 
-/// Query heads, those with most entries first.
+/// Sorts query heads by the number of their entries, largest first.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     order_heads_entry(const unsigned long long* entries, index_t q_heads, index_t* order) {
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// What choosing reads; every pointer is a device pointer.
+/// The input of a choice. Every pointer is a device pointer.
 template <class View>
 struct choose_lines_problem {
   using T = typename View::element_type;
@@ -161,7 +161,7 @@ struct choose_lines_problem {
   logit_rule rule;
 };
 
-/// Chooses the lines of a prompt chunk for every query head by a line pattern, and keeps them.
+/// Chooses the lines of a prompt chunk for every query head by a line pattern, and holds their tables.
 ///
 /// The attention of the sampled rows is computed for as many kv_heads at a time as the workspace holds; then a cluster
 /// of blocks chooses for each query head.
@@ -170,9 +170,9 @@ struct choose_lines_problem {
 ///          and where lines are looked at.
 /// Memory   for each query head and position: 16 bytes of tables, flags and lists in this object, and 4.2 * rows + 32
 ///          bytes of workspace for heads that are looked at together.
-/// Same input, same bits: sums are taken in whole numbers, and no choice hangs on the order of threads.
-/// Paper    the greedy is the host's (math/line_cover.hpp), in batches; where a pattern wants it as published, line
-///          after line.
+/// Same input, same bits: sums are whole numbers, and no choice depends on the order of threads.
+/// Paper    the host's greedy method (math/line_cover.hpp), in batches; where a pattern wants it as published, one line
+///          after another.
 template <device_line_pattern Pattern, class View>
 class choose_lines {
   using T = typename View::element_type;
@@ -181,8 +181,8 @@ class choose_lines {
   static constexpr int threads = 1024, max_cluster = 4;
 
  public:
-  /// `positions`: no position and no slot reaches it. `max_rows`: of a sample. `bytes`: what the workspace may come
-  /// to, unless one kv_head needs more.
+  /// `positions`: above every position and slot. `max_rows`: of a sample. `bytes`: the workspace's limit, unless one
+  /// kv_head needs more.
   choose_lines(index_t kv_heads, index_t q_heads, index_t positions, index_t max_rows, const device_info& device,
                std::size_t bytes = std::size_t(1) << 30)
       : kv_heads_(kv_heads), q_heads_(q_heads), words_((std::max)(1, ceil_div(positions, 32))), max_rows_(max_rows) {
@@ -215,8 +215,8 @@ class choose_lines {
                     flags_.bytes() + rows_.bytes());
   }
 
-  /// Enqueues the choice; the tables hold until the next call. `sampled`: positions of the rows that `pattern` samples,
-  /// on the host, ascending.
+  /// Enqueues the choice. The tables are valid until the next call. `sampled`: positions of the rows that `pattern`
+  /// samples, on the host, ascending.
   line_tables run(const Pattern& pattern, const choose_lines_problem<View>& problem,
                   const host_vector<index_t>& sampled, void* workspace, cudaStream_t stream) const {
     check_problem(problem, sampled, workspace);
@@ -307,16 +307,16 @@ class choose_lines {
   }
 
   void set_rows(const host_vector<index_t>& sampled, cudaStream_t stream) const {
-    for (std::size_t done = 0; done < sampled.size(); done += detail::few_numbers::most) {
+    for (std::size_t done = 0; done < sampled.size(); done += detail::few_numbers::capacity) {
       detail::few_numbers some{};
-      const index_t count = index_t((std::min<std::size_t>)(detail::few_numbers::most, sampled.size() - done));
-      std::copy_n(sampled.data() + done, count, some.of);
+      const index_t count = index_t((std::min<std::size_t>)(detail::few_numbers::capacity, sampled.size() - done));
+      std::copy_n(sampled.data() + done, count, some.numbers);
       detail::set_numbers_entry<128><<<1, 128, 0, stream>>>(some, count, rows_.data() + done);
       check(cudaGetLastError(), "launch of set_numbers");
     }
   }
 
-  /// The sampled rows' attention, and what every line carries of it.
+  /// Computes the sampled rows' attention, and the weight of every line in it.
   void look(const choose_lines_problem<View>& problem, const detail::line_sample& seen, index_t kv_head, index_t heads,
             cudaStream_t stream) const {
     const dim3 tiles(unsigned(ceil_div(positions(), logits::tile)), unsigned(heads / group()),
