@@ -71,7 +71,7 @@ class backend {
     try {
       plan_copy(id, to, stream);
       its_.store.commit_copy(id, to, stream);
-      its_.reads.lists().commit_copy(id, to, stream);
+      its_.reads.candidates().commit_copy(id, to, stream);
       copy_on_device(its_.next.data() + to, its_.next.data() + id, 1, stream);
       begin_sequence(to, stream);
       its_.first.observer().copy(id, to, stream);
@@ -224,8 +224,8 @@ class backend {
     offset_t total = 0;
     for (index_t layer = 0; layer < its_.shape.layers; ++layer) {
       const sequence_layer owner{layer, id};
-      const token_bound held = its_.reads.lists().bound(owner, its_.store.bound(owner));
-      total += its_.store.bytes(owner) + its_.reads.lists().bytes(owner) + its_.first.observer().bytes_of_layer() +
+      const token_bound held = its_.reads.candidates().bound(owner, its_.store.bound(owner));
+      total += its_.store.bytes(owner) + its_.reads.candidates().bytes(owner) + its_.first.observer().bytes_of_layer() +
                its_.prompts.bytes_of_layer() + its_.reads.reader().bytes(policies, held.longest);
     }
     return total;
@@ -251,14 +251,14 @@ class backend {
   }
   void clear(index_t id, cudaStream_t stream) {
     its_.store.clear(id, stream);
-    its_.reads.lists().clear(id, stream);
+    its_.reads.candidates().clear(id, stream);
     its_.reads.reader().clear(id, stream);
     its_.first.observer().forget(id);
   }
   void plan_copy(index_t id, index_t to, cudaStream_t stream) {
     its_.store.plan_copy(id, to, stream);
     try {
-      its_.reads.lists().plan_copy(id, to);
+      its_.reads.candidates().plan_copy(id, to);
     } catch (...) {
       its_.store.abandon();
       throw;

@@ -15,7 +15,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Parts of one launch: a lane of a warp holds the weight of one.
+/// Parts of one launch. A lane of a warp holds the weight of one part.
 inline constexpr int max_parts = 32;
 
 template <class Out>
@@ -33,7 +33,8 @@ __device__ __forceinline__ void write_four(Out* to, const float4& x) {
   *reinterpret_cast<uint2*>(to) = make_uint2(pack_pair<Out>(x.x, x.y), pack_pair<Out>(x.z, x.w));
 }
 
-/// A warp merges one row. The output may be one of the parts: a lane writes what it alone has read, and the lse last.
+/// A warp merges one row. The output may be one of the parts: a lane writes only what it alone has read, and lse is
+/// written last.
 template <int Dim, class Out>
 __global__ void __launch_bounds__(128) merge_entry(const __grid_constant__ merge_problem<Out> p) {
   constexpr int at_once = 4, fours = (Dim / 4 + 31) / 32;

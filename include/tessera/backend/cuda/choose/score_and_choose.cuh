@@ -208,8 +208,8 @@ class score_and_choose {
       const layer_extent extent{p.layer, p.layers, joins ? 1 : p.view.kv_heads, tail_of(policy, p), limits_.capacity};
       const index_t largest =
           (std::max)(bound_kept(policy.budget, extent).longest, (std::min)(extent.protected_tail, extent.longest));
-      require(largest <= max_retained_, "tokens that a kv_head may keep", largest, "at most " + std::to_string(max_retained_),
-              "raise choose_limits::retained: see max_retained");
+      require(largest <= max_retained_, "tokens that a kv_head may keep", largest,
+              "at most " + std::to_string(max_retained_), "raise choose_limits::retained: see max_retained");
     }
   }
 
@@ -229,7 +229,9 @@ class score_and_choose {
     return joined_at() +
            (joins ? array_bytes<float>(std::size_t(limits_.sequences) * std::size_t(limits_.capacity)) : 0);
   }
-  std::size_t counts_at() const { return slots_at() + (joins ? array_bytes<index_t>(rows() * std::size_t(max_retained_)) : 0); }
+  std::size_t counts_at() const {
+    return slots_at() + (joins ? array_bytes<index_t>(rows() * std::size_t(max_retained_)) : 0);
+  }
   std::size_t settled_at() const { return counts_at() + (joins ? array_bytes<index_t>(rows()) : 0); }
   std::size_t score_at() const { return settled_at() + array_bytes<index_t>(rows() * 2); }
   std::size_t choose_at() const {

@@ -80,11 +80,13 @@ class line_attention {
     int resident = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, std::size_t(shared_bytes_)),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    places_ = (std::max)(1, resident) * device.multiprocessors;
+    resident_blocks_ = (std::max)(1, resident) * device.multiprocessors;
   }
 
   /// What splits need.
-  std::size_t workspace_bytes() const { return std::size_t(places_) * kernel::block_rows * (kernel::Dv + 2) * 4; }
+  std::size_t workspace_bytes() const {
+    return std::size_t(resident_blocks_) * kernel::block_rows * (kernel::Dv + 2) * 4;
+  }
 
   /// `workspace` as prefill_attention's. `columns` is scratch too, a row of K and of V for each vertical line of each
   /// query head and two tiles; it may be null, or too little for all heads. The Hopper kernel fetches faster what lies
@@ -100,7 +102,8 @@ class line_attention {
     detail::require_aligned("workspace", workspace, 16);
     watch_order(problem.view, stream);
     const bool on_hopper = threads_ != kernel::threads;
-    const detail::prefill_parts parts = detail::cut_prefill<kernel>(blocks, places_, on_hopper, workspace, stream);
+    const detail::prefill_parts parts =
+        detail::cut_prefill<kernel>(blocks, resident_blocks_, on_hopper, workspace, stream);
     row_maps maps;
     detail::line_argument argument{lines, {}, 0};
     if (on_hopper) {
@@ -108,7 +111,7 @@ class line_attention {
       detail::require_aligned("columns", columns.data, 16);
       detail::gather_columns<View, hopper_tile>(problem.view, q_heads_, columns, argument, stream);
     }
-    const index_t grid = on_hopper ? (std::min)(parts.items, places_) : parts.items;
+    const index_t grid = on_hopper ? (std::min)(parts.items, resident_blocks_) : parts.items;
     entry_<<<unsigned(grid), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(problem, parts, maps, argument);
     check(cudaGetLastError(), "launch of attention along lines");
     if (parts.splits == 1) return;
@@ -122,7 +125,7 @@ class line_attention {
   static constexpr int hopper_tile = 128;  // the kernel's
 
   void (*entry_)(prefill_problem<View, Out>, detail::prefill_parts, row_maps, detail::line_argument) = nullptr;
-  index_t kv_heads_, q_heads_, places_ = 1;
+  index_t kv_heads_, q_heads_, resident_blocks_ = 1;
   int threads_ = detail::line_kernel_of<View, Out, false>::threads;
   int shared_bytes_ = detail::line_kernel_of<View, Out, false>::shared_bytes;
 };

@@ -187,11 +187,13 @@ class prefill_attention {
     int resident = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, std::size_t(shared_bytes_)),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    places_ = (std::max)(1, resident) * device.multiprocessors;
+    resident_blocks_ = (std::max)(1, resident) * device.multiprocessors;
   }
 
   /// What splits need. Not more than a part for every block that the device holds at once.
-  std::size_t workspace_bytes() const { return std::size_t(places_) * kernel::block_rows * (kernel::Dv + 2) * 4; }
+  std::size_t workspace_bytes() const {
+    return std::size_t(resident_blocks_) * kernel::block_rows * (kernel::Dv + 2) * 4;
+  }
 
   /// `workspace`, aligned to 16 bytes, is scratch; null: no splits, and blocks of the Hopper kernel take their items in
   /// turn, not as they come to them. A chunk of no tokens launches nothing.
@@ -202,10 +204,11 @@ class prefill_attention {
     detail::require_aligned("workspace", workspace, 16);
     watch_order(problem.view, stream);
     const bool on_hopper = threads_ != kernel::threads;
-    const detail::prefill_parts parts = detail::cut_prefill<kernel>(blocks, places_, on_hopper, workspace, stream);
+    const detail::prefill_parts parts =
+        detail::cut_prefill<kernel>(blocks, resident_blocks_, on_hopper, workspace, stream);
     row_maps maps;
     if (on_hopper) maps = map_rows_of(problem.view, hopper_tile);
-    const index_t grid = on_hopper ? (std::min)(parts.items, places_) : parts.items;
+    const index_t grid = on_hopper ? (std::min)(parts.items, resident_blocks_) : parts.items;
     entry_<<<unsigned(grid), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(problem, parts, maps);
     check(cudaGetLastError(), "launch of prefill attention");
     if (parts.splits == 1) return;
@@ -230,7 +233,7 @@ class prefill_attention {
 
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*entry_)(prefill_problem<View, Out>, detail::prefill_parts, row_maps) = nullptr;
-  index_t sequences_, kv_heads_, q_heads_, places_ = 1;
+  index_t sequences_, kv_heads_, q_heads_, resident_blocks_ = 1;
   int threads_ = kernel::threads, shared_bytes_ = kernel::shared_bytes;
 };
 

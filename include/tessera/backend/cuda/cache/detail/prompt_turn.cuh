@@ -30,7 +30,7 @@ class prompt_turn {
     its_.store.append_rows(its_.store.view(owner), k, v, set_number(its_.chunk_position.data(), chunk.first, stream),
                            its_.marks.of_chunk(chunk.marks, k.tokens, stream), stream);
     its_.store.grew(owner, k.tokens);
-    if (chunk.begins) its_.reads.lists().end_lists(owner, stream);
+    if (chunk.begins) its_.reads.candidates().end_lists(owner, stream);
     if (!its_.roles.follows_recipe(owner.layer)) return;
     its_.store.observe_prompt(owner, q, stream);
     if (choosing_layer<Recipe>(owner.layer, policies, its_.roles) != owner.layer) return;
@@ -125,7 +125,7 @@ class prompt_turn {
                          : kept_bound{held, {}});
     }
     if (filters)
-      its_.plan_beside_step(its_.reads.lists(), [&] { its_.reads.lists().plan_pass(owners, kept); });
+      its_.plan_beside_step(its_.reads.candidates(), [&] { its_.reads.candidates().plan_pass(owners, kept); });
     else
       its_.plan_beside_step(its_.store, [&] { its_.store.plan_keep(owners, kept, stream); });
     return owners;
@@ -144,7 +144,7 @@ class prompt_turn {
       if (!filters) return its_.store.keep(owner, kept, stream);
       const joined_columns columns = due ? its_.prompts.columns(chooser) : joined_columns{};
       if (columns.bits) kept.bound = {its_.store.bound(owner), {}};
-      its_.reads.lists().pass(owner, m, kept, columns, stream);
+      its_.reads.candidates().pass(owner, m, kept, columns, stream);
     }
   }
 

@@ -80,7 +80,7 @@ class rereading<Recipe, true> {
   using all_view = typename store_type::view_type;
   using T = typename all_view::element_type;
   using scorer = typename Recipe::retain_type::scorer_type;
-  using seen_view = kv_view<view_element<typename all_view::encoding_type>, all_view::k_dim,
+  using visible_view = kv_view<view_element<typename all_view::encoding_type>, all_view::k_dim,
                             filtered<decltype(all_view::table)>, all_view::v_dim>;
   static constexpr index_t queries_at_once = 512;
   static_assert(joins_rows_by<scorer> == row_join::maximum,
@@ -98,8 +98,8 @@ class rereading<Recipe, true> {
         scores_(slots_.size()),
         workspace_(score_.workspace_bytes()) {}
 
-  /// Appends the tokens of a re-reading to a layer that has room for them, attends, scores the part, and forgets them
-  /// again.
+  /// Appends the tokens of a re-reading to a layer that has room for them, attends, scores the part, and drops the
+  /// tokens.
   /// Shapes   as those of cuda::cache::reread.   Errors   queries that do not begin on 16 bytes, before anything is
   ///          launched.
   template <class Attention, class Out>
@@ -119,7 +119,7 @@ class rereading<Recipe, true> {
   }
 
  private:
-  /// The scores of the part's tokens become what the queries give them, where that is more.
+  /// Raises the scores of the part's tokens to those that the queries give them, where these are larger.
   void score(sequence_layer owner, const store_type& store, const planned<Recipe>& policies,
              const logit_rule& rule, const rows_view<const T>& q, const reread_part& part, cudaStream_t stream) const {
     const auto& policy = policies.first.scorer;
@@ -127,8 +127,8 @@ class rereading<Recipe, true> {
     detail::list_part_entry<all_view><<<unsigned(heads_), 256, 0, stream>>>(
         all, policy.sinks, part, capacity_, slots_.data(), positions_.data(), counts_.data(), begins_.data());
     check(cudaGetLastError(), "launch of list_part");
-    score_problem<seen_view> problem;
-    problem.view = seen(all);
+    score_problem<visible_view> problem;
+    problem.view = visible(all);
     problem.first_position = position_.data();
     problem.rule = rule;
     problem.scores = scores_.data();
@@ -142,13 +142,13 @@ class rereading<Recipe, true> {
       score_.run(problem, policy, workspace_.data(), stream);
     }
     const dim3 grid{unsigned(std::clamp(ceil_div(part.end - part.first, 256), 1, 64)), unsigned(heads_)};
-    detail::keep_larger_entry<seen_view>
+    detail::keep_larger_entry<visible_view>
         <<<grid, 256, 0, stream>>>(problem.view, part, scores_.data(), store.scores(), all.position_begin);
     check(cudaGetLastError(), "launch of keep_larger");
   }
 
-  seen_view seen(const all_view& all) const {
-    seen_view view;
+  visible_view visible(const all_view& all) const {
+    visible_view view;
     view.k = all.k;
     view.v = all.v;
     view.k_strides = all.k_strides;
@@ -166,7 +166,7 @@ class rereading<Recipe, true> {
   }
 
   index_t heads_, capacity_;
-  attentive_score<seen_view, scorer> score_;
+  attentive_score<visible_view, scorer> score_;
   device_buffer<index_t> slots_, positions_, counts_;
   device_buffer<offset_t> begins_;
   device_buffer<float> scores_;

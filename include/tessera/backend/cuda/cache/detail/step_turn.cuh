@@ -42,11 +42,11 @@ class step_turn {
     auto columns = its_.store.gathered();
     for (const auto& column : its_.reads.gathered()) columns.push_back(column);
     its_.steps.gather(sequences, columns, stream);
-    advance_positions(its_.next.data(), its_.steps.ids(), its_.first_position.data(), its_.after.data(), sequences,
-                      step.tokens, stream);
+    advance_positions(its_.next.data(), its_.steps.ids(), its_.first_position.data(), its_.next_position.data(),
+                      sequences, step.tokens, stream);
     its_.steps.advance(its_.store.length_column(), its_.shape.layers, sequences, step.tokens, stream,
                        its_.stepped.data());
-    its_.reads.lists().join(its_.steps, its_.store.length_column(), sequences, step.tokens, stream);
+    its_.reads.candidates().join(its_.steps, its_.store.length_column(), sequences, step.tokens, stream);
   }
 
   /// One layer for every sequence of the batch: append, retrieve, attend, retain.
@@ -89,7 +89,7 @@ class step_turn {
     }
     its_.store.commit_room(owners, stream);
     its_.store.commit_packing(stream);
-    its_.reads.lists().commit_room(owners, stream);
+    its_.reads.candidates().commit_room(owners, stream);
   }
   /// Room for the lists of a step, of every layer or of none.
   void plan_lists(const sequence_layers& owners, const batch& step, const conversations<Recipe>& known) {
@@ -100,7 +100,7 @@ class step_turn {
       held.longest += step.tokens;
       longest.push_back(its_.roles.follows_recipe(owner.layer) ? bound(owner, held, known, 0).longest : 0);
     }
-    its_.reads.lists().plan_room(owners, step.tokens, longest);
+    its_.reads.candidates().plan_room(owners, step.tokens, longest);
   }
   /// What a step that chooses leaves of a layer that will hold `held`, or lets through; `added` new tokens stay.
   token_bound bound(sequence_layer owner, const token_bound& held, const conversations<Recipe>& known,
@@ -111,12 +111,12 @@ class step_turn {
   void note(const sequence_layers& owners, const batch& step, const conversations<Recipe>& known) {
     for (const sequence_layer owner : owners) {
       its_.store.grew(owner, step.tokens);
-      its_.reads.lists().grew(owner, step.tokens);
+      its_.reads.candidates().grew(owner, step.tokens);
       if (!(step.evicts_first || step.evicts_last) || !its_.roles.follows_recipe(owner.layer)) continue;
       const token_bound held = its_.store.bound(owner),
                         left = bound(owner, held, known, step.evicts_last ? 0 : step.tokens);
       if constexpr (filters) {
-        its_.reads.lists().passed_in_step(owner, left);
+        its_.reads.candidates().passed_in_step(owner, left);
       } else if constexpr (parts::in_steps) {
         // Only where all heads are known to be equally long is the room that this makes known too.
         its_.store.shrank(owner, left, its_.first.heads_are_even ? held.longest - left.longest : 0);
@@ -127,13 +127,13 @@ class step_turn {
   void choose(index_t layer, const batch& step, const planned<Recipe>& policies, const view_type& all, index_t added,
               cudaStream_t stream) {
     if constexpr (parts::in_steps) {
-      auto& lists = its_.reads.lists();
+      auto& lists = its_.reads.candidates();
       lists.note_read(layer, its_.steps, step.sequences(), its_.stepped_of({layer, 0}),
                       its_.stepped_of({its_.shape.layers + layer, 0}), stream);
       for (index_t m = 0; m < its_.first.members().count(); ++m) {
         const selection_view kept =
             its_.first.choose_in_step(layer, its_.steps.ids(), its_.store, all, policies, its_.roles.rule(layer),
-                                      its_.after.data(), added, m, stream);
+                                      its_.next_position.data(), added, m, stream);
         lists.pass_in_step(layer, m, its_.steps, step.sequences(), kept, its_.first.max_kept_tokens(),
                            its_.prompts.columns(layer), stream);
         if (filters) continue;
@@ -157,7 +157,7 @@ class step_turn {
       its_.attends.step(
           decode_problem<typename parts::read_view_type, Out>{view, members.rows(q, m), first, rule,
                                                               members.rows(out, m), members.rows(lse, m), chosen,
-                                                              its_.reads.lists().usual_row(recipe.budget())},
+                                                              its_.reads.candidates().usual_row(recipe.budget())},
           stream);
     }
     its_.reads.reader().complete(layer, its_.steps.ids(), its_.reads.batch_view(layer, all), out, stream);

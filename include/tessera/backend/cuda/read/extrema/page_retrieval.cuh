@@ -44,8 +44,8 @@ struct read_bounds {
 ///
 /// `workspace_bytes` once, then `run` any number of times: no allocation, no synchronisation, no length and no plan on
 /// the host, so a captured graph can be replayed while both change. Sequences of one launch may have any plans within
-/// the bounds. Repeated calls give the same bits. The CPU's choice but for scores that rounding cannot tell apart. A
-/// step of several tokens reads its own; a plan's tail too.
+/// the bounds. Repeated calls give the same bits. The choice is the CPU's, except for scores that differ by rounding
+/// alone. A step of several tokens reads its own tokens, and a plan's tail.
 /// Shapes   as page_problem says; lengths at most `bounds.capacity`; a row of `out` holds `max_chosen()` slots.
 /// Errors   shapes that the kernels cannot take: tessera::error before anything is launched.
 /// Cost     one launch where clusters are there and a share of the usual pages fits into shared memory, else two. One
@@ -64,7 +64,7 @@ class choose_pages {
  public:
   using problem_type = page_problem<View>;
 
-  /// `tokens` is the most that a step may have. Of the scorer only what no plan says counts: how it takes sides and
+  /// `tokens`: an upper bound of a step's tokens. Only what no plan says counts of the scorer: how it takes sides and
   /// scales.
   choose_pages(const Scorer& scorer, selection_unit unit, const read_bounds& bounds, index_t sequences,
                index_t kv_heads, index_t q_heads, index_t tokens, const device_info& device)
@@ -87,7 +87,7 @@ class choose_pages {
     logits_entry_ = detail::page_logits_entry<View, Scorer>;
     require(allow(device, logits_entry_, logits_shared_), "shared memory of a block", logits_shared_,
             "at most " + std::to_string(device.shared_memory), "split the step");
-    if (device.compute_capability >= 90) take_clusters(device);
+    if (device.compute_capability >= 90) find_clusters(device);
     select_entry_ = detail::choose_pages_entry<true>;
     select_shared_ = std::size_t(key_stride_) * 4;
     resident_ = allow(device, select_entry_, select_shared_);
@@ -102,10 +102,10 @@ class choose_pages {
     return keys_at() + (all_fit ? 0 : std::size_t(rows_) * std::size_t(key_stride_) * 4);
   }
 
-  /// The most slots that are chosen of a row.
+  /// An upper bound of the slots that are chosen of a row.
   index_t max_chosen() const {
     if (unit_ == selection_unit::token) return (std::min)(bounds_.read, bounds_.capacity);
-    // What is forced fills its pages and may begin within one; what is read fills whole pages.
+    // Forced slots fill their pages and may begin within one; other slots fill whole pages.
     const offset_t page = bounds_.largest_page, tail = (std::max)({tokens_, bounds_.tail, 1});
     return index_t(
         (std::min<offset_t>)(bounds_.capacity, (std::max<offset_t>)(tail + 2 * page, bounds_.read + page - 1)));
@@ -208,18 +208,18 @@ class choose_pages {
     return wanted <= std::size_t(room);
   }
   template <class Entry>
-  static bool take(const device_info& device, Entry entry, std::size_t wanted) {
-    // Code that was compiled for an older device knows no clusters, also where it runs on a newer one.
+  static bool configure(const device_info& device, Entry entry, std::size_t wanted) {
+    // Code that was compiled for an older device has no clusters, also where it runs on a newer one.
     if (!allow(device, entry, wanted) || !can_overlap(entry)) return false;
-    // What runs before and after takes all of it too: a multiprocessor need not change its split.
+    // Launches before and after use all of it too, so a multiprocessor need not change its split.
     check(cudaFuncSetAttribute(entry, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
           "cudaFuncSetAttribute");
     return true;
   }
 
-  /// Finds how many blocks have a row: as many as run for all rows at a time; two where the usual pages of a row do not
-  /// fit into the memory of a block alone.
-  void take_clusters(const device_info& device) {
+  /// Finds how many blocks share a row: as many as run for all rows at a time, or two where the usual pages of a row do
+  /// not fit into the memory of one block.
+  void find_clusters(const device_info& device) {
     for (blocks_ = detail::max_cluster_blocks; blocks_ > 1 && !run_at_once(device);) blocks_ /= 2;
     const int max_blocks = (std::max)(blocks_, 2);
     for (; blocks_ <= max_blocks; blocks_ *= 2) {
@@ -236,7 +236,7 @@ class choose_pages {
   bool run_at_once(const device_info& device) const {
     const auto entry = detail::cluster_pages_entry<View, Scorer, false>;
     const auto layout = detail::cluster_shared<T, D>::lay_out(query_rows_, usual_pages(), blocks_, detail::usual_ring);
-    return take(device, entry, layout.bytes) &&
+    return configure(device, entry, layout.bytes) &&
            rows_ <= resident_clusters(entry, {.blocks = dim3(unsigned(blocks_), unsigned(rows_)),
                                               .threads = dim3(detail::cluster_threads),
                                               .shared_bytes = layout.bytes,
@@ -245,7 +245,7 @@ class choose_pages {
   template <bool Alone>
   bool try_clusters(const device_info& device) {
     const auto entry = detail::cluster_pages_entry<View, Scorer, Alone>;
-    if (!take(device, entry, layout_.bytes)) return false;
+    if (!configure(device, entry, layout_.bytes)) return false;
     cluster_entry_ = entry;
     if constexpr (can_attend) {
       using attention = detail::cluster_attention<View>;
@@ -254,7 +254,7 @@ class choose_pages {
       // At most a tile a warp: with 2,048 tokens of 64 rows one launch takes 76.4 us, two 76.7 (H200, CUDA 13.0).
       const index_t tiles = ceil_div(ceil_div(max_chosen(), index_t(attention::tokens)), index_t(blocks_));
       const index_t max_tiles = detail::cluster_warps * (Alone ? 4 : 1);
-      if (query_rows_ <= attention::max_rows && tiles <= max_tiles && take(device, both, attend_bytes_)) {
+      if (query_rows_ <= attention::max_rows && tiles <= max_tiles && configure(device, both, attend_bytes_)) {
         attend_entry_ = both;
       }
     }

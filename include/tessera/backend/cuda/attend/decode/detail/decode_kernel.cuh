@@ -40,7 +40,7 @@ struct decode_merge : decode_block<View, Out> {
     return of.count > 2 * many_parts_at_once ? (min)(max_mergers, index_t(used * groups)) : 1;
   }
 
-  /// The weight that turns a row's summed output into its output; the leader writes its log-sum-exp.
+  /// The weight that turns a row's summed output into its output. The leader writes the row's log-sum-exp.
   __device__ float finish(const decode_row& at, int r, float max2, float sum, bool leader) const {
     const index_t token = small_quotient(first_query + r, group);
     const index_t q_head = at.head * group + first_query + r - token * group;
@@ -123,7 +123,7 @@ struct decode_merge : decode_block<View, Out> {
     for_each_four([&](int r, int d) {
       const merged_four own = merge_warps_four(r, d);
       if (whole) {
-        write(of.at, r, d, own.x, finish(of.at, r, own.top, own.sum, d == 0));
+        write(of.source, r, d, own.x, finish(of.source, r, own.top, own.sum, d == 0));
       } else {
         const offset_t place = slot_of(blockIdx.x, of.row) + r;
         *reinterpret_cast<float4*>(scratch.out + place * Dv + d) = own.x;
@@ -299,10 +299,10 @@ struct decode_kernel : decode_merge<View, Out> {
     return p.view.position(at.sequence, at.head, staging_type::slot_of(at, token));
   }
   __device__ span_positions positions_of(const segment& of) const {
-    return {p.first_position[of.at.sequence], position_of(of.at, of.first_tile * tile),
-            position_of(of.at, (min)(of.last_tile * tile, of.at.count) - 1)};
+    return {p.first_position[of.source.sequence], position_of(of.source, of.first_tile * tile),
+            position_of(of.source, (min)(of.last_tile * tile, of.source.count) - 1)};
   }
-  /// Are all tokens between two visible to all query rows? Positions ascend, so the ends tell.
+  /// Whether all query rows see all tokens between two. Positions ascend, so the ends tell.
   __device__ bool all_visible(const span_positions& at) const {
     return at.last <= at.step + small_quotient(first_query, group) &&
            (p.rule.sliding_window <= 0 || p.rule.visible(at.step + p.q.tokens - 1, at.first));
@@ -315,14 +315,14 @@ struct decode_kernel : decode_merge<View, Out> {
     const bool segment_visible = all_visible(ends_at);
     const auto tokens_from = [&](index_t t) { return base::token_of(t); };
     for (index_t t = of.first_tile; t < of.last_tile; ++t) {
-      const std::uint32_t here = staging.take();
+      const std::uint32_t here = staging.await_tile();
       const index_t first = base::token_of(t);
-      if (first < of.at.count) {
-        const index_t held = (min)(index_t(tokens), of.at.count - first);
+      if (first < of.source.count) {
+        const index_t held = (min)(index_t(tokens), of.source.count - first);
         bool visible = segment_visible;
         index_t mine = 0;  // the position of token lane % tokens of the tile
         if (!visible) {
-          mine = position_of(of.at, first + lane % tokens);
+          mine = position_of(of.source, first + lane % tokens);
           visible = all_visible({ends_at.step, __shfl_sync(~0u, mine, 0), __shfl_sync(~0u, mine, held - 1)});
         }
         const auto logit_of = [&](int i, int half, float product) {
@@ -334,19 +334,18 @@ struct decode_kernel : decode_merge<View, Out> {
         state.read(asked, here, uncapped && visible && held == tokens, !visible, scale * log2e, logit_of, lane);
       }
       __syncwarp();
-      staging.put(p.view, of.at, t + stages, of.last_tile, tokens_from, lane);
+      staging.fetch(p.view, of.source, t + stages, of.last_tile, tokens_from, lane);
     }
     state.close();
   }
 
-  /// Asks for the slots of tiles [first, last) before K and V fill the memory's queues, where a slot would wait with
-  /// them.
+  /// Prefetches the slots of tiles [first, last) before K and V fill the memory's queues, where slots would wait too.
   __device__ void prefetch_indices(const index_t* chosen, index_t first, index_t last, index_t count) const {
     const index_t token = first * tile + index_t(threadIdx.x) * 32;  // 128 bytes a thread
     if (token < (min)(last * tile, count)) prefetch_line(chosen + token);
   }
 
-  /// Which pieces a row has, where every step cuts all rows' tiles evenly.
+  /// The pieces of a row, where every step cuts the tiles of all rows evenly.
   struct even_rows {
     even_pieces cut;
     static constexpr bool planned = false;
@@ -356,14 +355,14 @@ struct decode_kernel : decode_merge<View, Out> {
       return {first, cut.piece_of(of.row_end - 1) - first + 1};
     }
   };
-  /// The same where a split may have been made ahead: `planned`, this block reads its part of one row.
+  /// The same where a split may have been made ahead. `planned`: this block reads its part of one row.
   struct split_rows {
     even_rows even;
     bool planned;
-    row_parts own;
-    index_t own_end;
-    __device__ index_t end() const { return planned ? own_end : even.end(); }
-    __device__ row_parts parts_of(const segment& of) const { return planned ? own : even.parts_of(of); }
+    row_parts part;
+    index_t part_end;
+    __device__ index_t end() const { return planned ? part_end : even.end(); }
+    __device__ row_parts parts_of(const segment& of) const { return planned ? part : even.parts_of(of); }
   };
 
   /// Reads this block's piece, which begins with `now`.
@@ -380,26 +379,26 @@ struct decode_kernel : decode_merge<View, Out> {
     queries_type asked;
 #pragma unroll 1
     while (true) {
-      // A row's first tiles leave before the row before it is done with: its merge costs their latency or less. What is
-      // small leaves before them: behind them it would wait until all of them are there.
+      // A row's first tiles are fetched before the previous row is merged: the merge hides their latency. Small loads
+      // come before them; behind them they would wait until all tiles have arrived.
       if (more) {
-        if (now.at.chosen) prefetch_indices(now.at.chosen, now.first_tile, now.last_tile, now.at.count);
-        staging.find(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
-        load_queries(now.at, asked);
+        if (now.source.chosen) prefetch_indices(now.source.chosen, now.first_tile, now.last_tile, now.source.count);
+        staging.find(p.view, now.source, now.first_tile, now.last_tile, tokens_from, lane);
+        load_queries(now.source, asked);
         ends_at = positions_of(now);
-        staging.begin(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
+        staging.begin(p.view, now.source, now.first_tile, now.last_tile, tokens_from, lane);
       }
       if (!more) break;
       if (arrived.count > 1) {
         base::template merge_parts<parts_at_once>(arrived_at, arrived_row, arrived, flag, shares);
       }
       if (p.chosen.indices && now.row_end < end) {
-        // A block that goes on into the next row will find its slots in the L2.
+        // A block that continues with the next row will find its slots in the L2.
         const index_t tiles = (min)(end, now.next_end) - now.row_end - base::restart;
         prefetch_indices(p.chosen.row(now.row + 1), 0, tiles, (tiles - 1) * tile + 1);
       }
       arrived_row = now.row;
-      arrived_at = now.at;
+      arrived_at = now.source;
       arrived = cut.parts_of(now);
       {
         state_type state;
@@ -419,7 +418,7 @@ struct decode_kernel : decode_merge<View, Out> {
         now = base::segment_at(row, begin, end);
       }
     }
-    // The last row's parts, behind the loop, whose registers are free: many parts are read at once.
+    // The last row's parts are merged after the loop: its registers are free, so many parts are read at once.
     if (base::has_many(arrived)) {
       base::template merge_parts<base::many_parts_at_once>(arrived_at, arrived_row, arrived, flag, shares);
     } else if (arrived.count > 1) {
@@ -446,8 +445,8 @@ __global__ void __launch_bounds__(decode_kernel<View, Out>::threads, decode_kern
   if constexpr (Split == decode_split::ahead) {
     row_parts own{};
     const bool planned = block.find_split(first, own);
-    if (planned && (own.count == 0 || first.at.count == 0)) {
-      if (own.count > 0) block.write_empty_row(first.at);
+    if (planned && (own.count == 0 || first.source.count == 0)) {
+      if (own.count > 0) block.write_empty_row(first.source);
       return;
     }
     const even_pieces cut = planned ? even_pieces(1, 1) : block.plan(first, scan);

@@ -93,15 +93,15 @@ struct decode_config {
   static constexpr int threads = warps * 32, tile = warps * tokens;
 };
 
-// Which tokens a block of the decode kernel reads: all rows' tiles, laid end to end and cut into even pieces.
+// Which tokens a block of the decode kernel reads: the tiles of all rows, laid end to end and cut into even pieces.
 
 inline constexpr int max_rows = 1024;  // (sequence, kv_head) rows whose tile counts fit the block's scan
 inline constexpr int max_blocks = max_pieces;
 
-/// What a block reads by a split that was made ahead.
+/// The part that a block reads by a split that was made ahead.
 struct alignas(16) split_piece {
   index_t row, part, parts, kind;
-  /// `cut_each_step` is what a workspace begins with.
+  /// A workspace begins with `cut_each_step`.
   static constexpr index_t cut_each_step = 0, part_of_row = 1, nothing = 2;
 };
 
@@ -120,8 +120,8 @@ struct decode_scratch {
   index_t slots;             // most pieces + most rows
 };
 
-/// How many pieces, one a block, `tiles` tiles of so many rows are cut into. Pieces end where rows do when rows are
-/// equal and divide them; a block that straddles two rows pays for a merge more.
+/// How many pieces, one a block, `tiles` tiles of `rows` rows are cut into. Pieces end where rows do when rows are
+/// equal and divide them. A block that straddles two rows pays for another merge.
 __device__ inline index_t decode_pieces(index_t tiles, index_t most, index_t rows, bool equal) {
   const index_t count = (min)(most, (max)(tiles, 1));
   // Short pieces of equal rows: as many as rows divide, if that idles few blocks, so that they need fewer merges. Long
@@ -160,7 +160,7 @@ struct decode_block {
     index_t row, row_begin, row_end;  // in tiles of all rows; `restart` of them stand before a row's beginning
     index_t next_end;                 // of the next row, if there is one
     index_t first_tile, last_tile;    // in tiles of this row
-    decode_row at;
+    decode_row source;
   };
 
   __device__ decode_block(const problem_type& p_, const decode_scratch& scratch_, unsigned char* memory_,
@@ -175,8 +175,9 @@ struct decode_block {
     lane = threadIdx.x % 32;
   }
 
-  /// Brings the launch's parameters to the constant cache, a line of 64 bytes at a time, while earlier launches run:
-  /// each would be waited for at its first use (0.3 us of a step; H200, CUDA 13.0). The sum only keeps the loads.
+  /// Brings the launch's parameters to the constant cache, a line of 64 bytes at a time, while earlier launches run.
+  /// Otherwise each line is waited for at its first use (0.3 us of a step; H200, CUDA 13.0). The sum only keeps the
+  /// loads.
   __device__ void touch_parameters(index_t* warp_totals) const {
     std::uint32_t sum = *(reinterpret_cast<const std::uint32_t*>(&scratch + 1) - 1);
 #pragma unroll
@@ -195,8 +196,8 @@ struct decode_block {
 
   __device__ static index_t tiles_of(index_t count) { return (count + tile - 1) / tile; }
 
-  /// What a row's beginning counts for in a block's work, in tiles: 2, 3, 4 and 6 took 1.06, 1.04, 1.02 and 1.00 of
-  /// evened lengths where they are drawn (H200, CUDA 13.0).
+  /// How many tiles a row's beginning counts for in a block's work. With 2, 3, 4 and 6, random lengths took 1.06, 1.04,
+  /// 1.02 and 1.00 of the time of even ones (H200, CUDA 13.0).
   static constexpr index_t restart_tiles = 6;
   /// Rows of a lane where every warp scans all of them for itself.
   static constexpr int rows_each = 4;
@@ -269,10 +270,10 @@ struct decode_block {
     first.row_end = of_row(end, row);
     first.row_begin = (row ? of_row(end, row - 1) : 0) + restart;
     first.next_end = of_row(end, (min)(row + 1, rows - 1));
-    first.at.count = of_row(count, row);
-    first.at.sequence = small_quotient(row, p.view.kv_heads);
-    first.at.head = row - first.at.sequence * p.view.kv_heads;
-    first.at.chosen = p.chosen.indices ? p.chosen.row(row) : nullptr;
+    first.source.count = of_row(count, row);
+    first.source.sequence = small_quotient(row, p.view.kv_heads);
+    first.source.head = row - first.source.sequence * p.view.kv_heads;
+    first.source.chosen = p.chosen.indices ? p.chosen.row(row) : nullptr;
     first.first_tile = (max)(begin - first.row_begin, 0);
     first.last_tile = (min)(cut.begin(index_t(blockIdx.x) + 1), first.row_end) - first.row_begin;
     return cut;
@@ -305,8 +306,8 @@ struct decode_block {
     const index_t sequence = small_quotient(mine.row, p.view.kv_heads), count = count_of(p, mine.row);
     const index_t tiles = tiles_of(count), some = (min)(mine.parts, tiles);
     only.row = mine.row;
-    only.at = {sequence, mine.row - sequence * p.view.kv_heads, count,
-               p.chosen.indices ? p.chosen.row(mine.row) : nullptr};
+    only.source = {sequence, mine.row - sequence * p.view.kv_heads, count,
+                   p.chosen.indices ? p.chosen.row(mine.row) : nullptr};
     if (mine.part >= (max)(some, 1)) return true;
     parts.count = (max)(some, 1);
     const even_pieces cut(tiles, parts.count);

@@ -1,5 +1,4 @@
-// Attention over packed rows on the device: parts of what is chosen, each in its segment's basis, and the rows that are
-// whole.
+// Attention over packed rows on the device: parts of the chosen rows, each in its segment's basis, and the whole rows.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +12,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// One block's part: some of the chosen units of a (sequence, kv_head), or its whole rows, for 8 query rows.
+/// A block's part: some of the chosen units of a (sequence, kv_head), or its whole rows, for 8 query rows.
 template <class View, class Tile, class Out>
 class packed_part {
   using T = typename View::element_type;
@@ -23,7 +22,7 @@ class packed_part {
  public:
   __device__ packed_part(const packed_problem<View, Out>& p, const rotated_rows& rotated, const packed_parts& to,
                          const memory& shape, unsigned char* shared)
-      : p_(p), rotated_(rotated), to_(to), shape_(shape), shared_(shared) {
+      : p_(p), rotated_(rotated), parts_(to), shape_(shape), shared_(shared) {
     const index_t heads = p.view.whole.kv_heads;
     lane_row_ = index_t(blockIdx.x);
     sequence_ = lane_row_ / heads, head_ = lane_row_ % heads, group_ = p.q.heads / heads;
@@ -36,19 +35,18 @@ class packed_part {
     }
   }
 
-  /// A split: chosen units, segment after segment; the last one has the whole rows, too.
+  /// Attends a split: chosen units, segment after segment. The last split has the whole rows too.
   ///
-  /// Whole rows are attended before the launch in front of this one has ended. That one has itself waited for all
-  /// before it, so that the rows are there and the last merge has read its parts; only which parts there are it may
-  /// still be resetting.
+  /// Whole rows are attended before the previous launch has ended. That launch waited for all earlier ones, so the rows
+  /// are written and the last merge has read its parts. Only the list of parts may still be reset by it.
   __device__ __forceinline__ void attend(index_t split) {
     const index_t count = p_.view.count(sequence_);
     fill_begins(p_.view, sequence_, head_, count, 1, row_begin_);
     fill_begins(p_.view, sequence_, head_, count, p_.unit, unit_begin_);
-    if (blockIdx.z == 0) fetch_value_bases(p_.view, sequence_, head_, count, split, to_.splits);
-    const bool whole = split + 1 == to_.splits && attend_whole(count);
+    if (blockIdx.z == 0) fetch_value_bases(p_.view, sequence_, head_, count, split, parts_.splits);
+    const bool whole = split + 1 == parts_.splits && attend_whole(count);
     wait();
-    if (whole) mark(p_.view.max_segments, to_.parts - 1);
+    if (whole) mark(p_.view.max_segments, parts_.parts - 1);
     attend_chosen(split, count);
   }
 
@@ -70,7 +68,7 @@ class packed_part {
     // The split's rows lie in shared memory: the kernel has no register to spare.
     volatile index_t* const range = chosen_row_begin_ + p_.view.max_segments + 1;
     if (threadIdx.x < 32) {
-      const int2 own = rows_of_split(chosen_row_begin_, count, all, to_.splits, split);
+      const int2 own = rows_of_split(chosen_row_begin_, count, all, parts_.splits, split);
       if (threadIdx.x == 0) range[0] = own.x, range[1] = own.y;
     }
     __syncthreads();
@@ -115,7 +113,7 @@ class packed_part {
       attend_tile(state, shared_address(keys), shared_address(values), position);
       __syncwarp();
     }
-    write(state, to_.parts - 1, Dv);
+    write(state, parts_.parts - 1, Dv);
     return true;
   }
 
@@ -127,7 +125,7 @@ class packed_part {
   }
   /// Of a row of queries; one that is not there sees nothing.
   __device__ index_t position_of(index_t row) const {
-    return row < to_.rows ? p_.first_position[sequence_] + row / group_ : no_index;
+    return row < parts_.rows ? p_.first_position[sequence_] + row / group_ : no_index;
   }
 
   __device__ __forceinline__ index_t unit_of_segment(index_t s) const {
@@ -238,7 +236,7 @@ class packed_part {
     // For a row that is not there, the last row is loaded and multiplied by 0: without branches the four loads do not
     // wait for each other.
     const auto load = [&](int row) {
-      const index_t at = first_row_ + row, there = (min)(at, to_.rows - 1);
+      const index_t at = first_row_ + row, there = (min)(at, parts_.rows - 1);
       return rotated_.row(lane_row_, s, there)[c] * (part < shape_.parts && at == there ? factor : 0.0f);
     };
     return make_float4(load(first), load(first + 1), load(first + 2), load(first + 3));
@@ -283,7 +281,8 @@ class packed_part {
       const int row = i / D, c = i % D;
       const index_t at = first_row_ + row;
       // They are of 16 bits and have no second part.
-      const T x = at < to_.rows ? T(float(p_.q.row(sequence_, at / group_, head_ * group_ + at % group_)[c])) : T(0.0f);
+      const T x =
+          at < parts_.rows ? T(float(p_.q.row(sequence_, at / group_, head_ * group_ + at % group_)[c])) : T(0.0f);
       const auto put = [&](int place, T part) {
         *reinterpret_cast<std::uint16_t*>(to + memory::k_rows().offset(place, c / 8) + std::uint32_t(c % 8 * 2)) =
             part.bits;
@@ -303,16 +302,16 @@ class packed_part {
     const float scale = p_.rule.scale_for(D);
     float logits[4];
     state.dot(keys, D, logits);
-    index_t at[4];
+    index_t positions[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) at[j] = __shfl_sync(~0u, position, lane % 4 * 2 + j % 2 + j / 2 * 8);
-    state.take(
+    for (int j = 0; j < 4; ++j) positions[j] = __shfl_sync(~0u, position, lane % 4 * 2 + j % 2 + j / 2 * 8);
+    state.add_tokens(
         logits, values, Dv, [&](float x, int) { return quick_cap(p_.rule, x * scale) * log2e; },
-        [&](int j) { return query >= 0 && at[j] != never && p_.rule.visible(query, at[j]); },
+        [&](int j) { return query >= 0 && positions[j] != never && p_.rule.visible(query, positions[j]); },
         [&](int) { return 1.0f; });
   }
 
-  /// Adds the warps' states up in their order and writes the part.
+  /// Adds the warps' states in their order and writes the part.
   template <class State>
   __device__ void write(const State& state, index_t part, int channels) {
     const int warp = int(threadIdx.x) / 32;
@@ -320,39 +319,39 @@ class packed_part {
     state.write(shape_.parts, states + warp * query_rows_together * 2,
                 reinterpret_cast<float*>(shared_ + warp * shape_.tile), channels);
     __syncthreads();
-    const int rows = int((min)(index_t(query_rows_together), to_.rows - first_row_));
-    const offset_t at = (offset_t(lane_row_) * to_.parts + part) * to_.rows + first_row_;
+    const int rows = int((min)(index_t(query_rows_together), parts_.rows - first_row_));
+    const offset_t at = (offset_t(lane_row_) * parts_.parts + part) * parts_.rows + first_row_;
     for (int i = int(threadIdx.x); i < rows * channels; i += packed_threads) {
       const int row = i / channels, c = i % channels;
       float top = -infinity, sum = 0;
       for (int w = 0; w < packed_warps; ++w) top = fmaxf(top, states[(w * query_rows_together + row) * 2]);
       for (int w = 0; w < packed_warps; ++w) {
-        const float most = states[(w * query_rows_together + row) * 2];
-        if (most == -infinity) continue;
-        sum += reinterpret_cast<const float*>(shared_ + w * shape_.tile)[row * Dv + c] * exp2f(most - top);
+        const float largest = states[(w * query_rows_together + row) * 2];
+        if (largest == -infinity) continue;
+        sum += reinterpret_cast<const float*>(shared_ + w * shape_.tile)[row * Dv + c] * exp2f(largest - top);
       }
-      to_.out[(at + row) * Dv + c] = sum;
+      parts_.out[(at + row) * Dv + c] = sum;
     }
     for (int row = int(threadIdx.x); row < rows; row += packed_threads) {
       float top = -infinity, sum = 0;
       for (int w = 0; w < packed_warps; ++w) top = fmaxf(top, states[(w * query_rows_together + row) * 2]);
       for (int w = 0; w < packed_warps; ++w) {
-        const float most = states[(w * query_rows_together + row) * 2],
+        const float largest = states[(w * query_rows_together + row) * 2],
                     own = states[(w * query_rows_together + row) * 2 + 1];
-        sum += most == -infinity ? own : own * exp2f(most - top);  // a row of NaN has a sum and no largest logit
+        sum += largest == -infinity ? own : own * exp2f(largest - top);  // a row of NaN has a sum and no largest logit
       }
-      to_.states[(at + row) * 2] = top, to_.states[(at + row) * 2 + 1] = sum;
+      parts_.states[(at + row) * 2] = top, parts_.states[(at + row) * 2 + 1] = sum;
     }
     __syncthreads();
   }
-  /// Says that a part is there, and in which segment's basis.
+  /// Marks a part as written, in the basis of `segment`.
   __device__ void mark(index_t segment, index_t part) const {
-    if (threadIdx.x == 0 && blockIdx.z == 0) to_.segment[offset_t(lane_row_) * to_.parts + part] = segment;
+    if (threadIdx.x == 0 && blockIdx.z == 0) parts_.segment[offset_t(lane_row_) * parts_.parts + part] = segment;
   }
 
   const packed_problem<View, Out>& p_;
   const rotated_rows& rotated_;
-  const packed_parts& to_;
+  const packed_parts& parts_;
   const memory& shape_;
   unsigned char* shared_;
   index_t lane_row_, sequence_, head_, group_, first_row_;
@@ -366,8 +365,8 @@ __global__ void __launch_bounds__(packed_threads, View::k_dim <= 128 && View::v_
   extern __shared__ uint4 shared_memory[];
   const packed_memory<View::k_dim, View::v_dim> shape(rotated.rows, p.view.max_segments, lengths);
   packed_part<View, Tile, Out> part(p, rotated, to, shape, reinterpret_cast<unsigned char*>(shared_memory));
-  // Blocks that begin last, when the choice has ended, have no time for whole rows: the last splits are the first
-  // blocks.
+  // Blocks that begin last, when the choice has ended, have no time for whole rows. So the first blocks get the last
+  // splits.
   part.attend(to.splits - 1 - index_t(blockIdx.y));
 }
 

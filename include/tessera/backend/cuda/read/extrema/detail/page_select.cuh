@@ -76,7 +76,7 @@ __device__ key_range find_cut(page_choice_storage& s, const Items& of, const uns
                               unsigned high, unsigned room) {
   constexpr int bits = 10;
   static_assert(page_choice_storage::bins == 1 << bits);
-  const unsigned few = (page_choice_storage::max_listed - 1) * of.one();
+  const unsigned few = (page_choice_storage::max_listed - 1) * of.usual_weight();
   for (unsigned need = room;;) {
     const int shift = (max)(0, 32 - bits - __clz(int(high - low)));
     for_keys<AtOnce>(keys, of.items, [&](unsigned key, index_t i) {
@@ -131,9 +131,9 @@ __device__ void write_chosen(page_choice_storage& s, const Items& of, const page
   for (index_t i = first; i < (min)(first + each, to); ++i) count(keys[i], i, within);
   before = make_uint2(__reduce_add_sync(~0u, before.x), __reduce_add_sync(~0u, before.y));
   const uint2 up_to = inclusive_sum(within, lane);
-  if (lane == 31) s.before[warp] = before, s.within[warp] = up_to;
+  if (lane == 31) s.earlier[warp] = before, s.within[warp] = up_to;
   __syncthreads();
-  before = lane < warps ? s.before[lane] : make_uint2(0, 0);
+  before = lane < warps ? s.earlier[lane] : make_uint2(0, 0);
   if (lane < warp) before.x += s.within[lane].x, before.y += s.within[lane].y;
   unsigned above = __reduce_add_sync(~0u, before.x) + up_to.x - within.x;
   unsigned equal = __reduce_add_sync(~0u, before.y) + up_to.y - within.y;
@@ -174,7 +174,7 @@ __device__ void write_chosen(page_choice_storage& s, const Items& of, const page
 /// Writes the forced slots of a row: all stand behind the others.
 template <class Put>
 __device__ void write_forced(const page_bounds& b, const Put& put) {
-  const index_t before = b.room * b.unit;
+  const index_t before = b.units_to_choose * b.unit;
 #pragma unroll 1
   for (index_t slot = b.limit + index_t(threadIdx.x); slot < b.n; slot += int(blockDim.x)) {
     put(before + slot - b.limit, slot);
@@ -196,7 +196,7 @@ __device__ __noinline__ inline void choose_row(page_choice_storage& s, const pag
   } else {
     write_forced(b, put);
   }
-  if (b.whole() || b.room == 0) {
+  if (b.whole() || b.units_to_choose == 0) {
     if (thread == 0) p.counts[of.row] = b.whole() ? b.n : b.count(false);
   } else {
     unsigned low = ~0u, high = 0;
@@ -222,8 +222,8 @@ __device__ __noinline__ inline void choose_row(page_choice_storage& s, const pag
     low = __reduce_min_sync(~0u, s.warp_low[other]), high = __reduce_max_sync(~0u, s.warp_high[other]);
     const auto choose = [&](const auto& items) {
       write_chosen<keys_at_once>(s, items, b, of.plan.page, keys,
-                                 find_cut<keys_at_once>(s, items, keys, low, high, unsigned(b.room)), 0, items.items,
-                                 put);
+                                 find_cut<keys_at_once>(s, items, keys, low, high, unsigned(b.units_to_choose)), 0,
+                                 items.items, put);
     };
     if (s.uniform)
       choose(even_items(p, of.plan, of.row, b));

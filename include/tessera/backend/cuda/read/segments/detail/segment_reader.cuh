@@ -38,7 +38,7 @@ class segment_reader : public slot_reader {
         select_(recipe.retrieve.selector, options.sequences * shape.kv_heads, tokens_, device, recipe.retrieve.tokens),
         firsts_(heads() * std::size_t(tokens_)),
         sums_(firsts_.size() * k_dim),
-        held_(heads()),
+        stored_(heads()),
         queries_(heads() * k_dim),
         spoken_(heads()),
         scores_(std::size_t(sequences_ * heads_) * std::size_t(tokens_)),
@@ -55,7 +55,8 @@ class segment_reader : public slot_reader {
     check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
   }
 
-  /// What another budget needs; `adopt` puts it in place.   Errors   plans that keep more than the index was made for.
+  /// The operation for another budget; `adopt` uses it from now on.   Errors   plans that keep more than the index was
+  /// made for.
   using operation = select_slots<typename policy::selector_type>;
   operation fit(const Recipe& recipe, const model_shape& shape, const cache_options& options,
                 const device_info& device) const {
@@ -72,11 +73,11 @@ class segment_reader : public slot_reader {
     const index_t read = policies.plan.read;
     set_number(plans_.entry({0, id}), segment_plan{read, scorer_.protected_tail(read)}, stream);
   }
-  /// Whoever gets the id next begins with nothing.
+  /// The next sequence with this id begins with nothing.
   void clear(index_t id, cudaStream_t stream) {
     for (index_t layer = 0; layer < layers_; ++layer) {
       const std::size_t first = (std::size_t(layer) * std::size_t(sequences_) + std::size_t(id)) * std::size_t(heads_);
-      check(cudaMemsetAsync(held_.data() + first, 0, std::size_t(heads_) * sizeof(segment_runs), stream),
+      check(cudaMemsetAsync(stored_.data() + first, 0, std::size_t(heads_) * sizeof(segment_runs), stream),
             "cudaMemsetAsync");
       check(cudaMemsetAsync(spoken_.data() + first, 0xff, std::size_t(heads_) * sizeof(spoken_segment), stream),
             "cudaMemsetAsync");
@@ -86,7 +87,7 @@ class segment_reader : public slot_reader {
   void refresh(sequence_layer owner, const View& view, index_t, cudaStream_t stream) const {
     means_.build(view, index(owner.layer, ids_.entry({0, owner.id})), stream);
   }
-  /// What an answer has said so far.
+  /// Copies the state of the answer.
   void copy(index_t from, index_t to, cudaStream_t stream) const {
     for (index_t layer = 0; layer < layers_; ++layer) {
       const auto row = [&](index_t id) { return (std::size_t(layer) * sequences_ + id) * std::size_t(heads_); };
@@ -120,8 +121,8 @@ class segment_reader : public slot_reader {
   template <class ReadView>
   void complete(index_t, const index_t*, const ReadView&, const rows_view<Out>&, cudaStream_t) const {}
 
-  /// Of heads that hold so many tokens, were each a segment of its own: how many segments there are only the device
-  /// knows.
+  /// Bytes of heads with `longest` tokens, as if each were a segment: only the device knows how many segments there
+  /// are.
   offset_t bytes(const planned<Recipe>&, index_t longest) const {
     const offset_t state = k_dim * offset_t(sizeof(float)) + offset_t(sizeof(segment_runs) + sizeof(spoken_segment));
     return heads_ * (longest * offset_t(k_dim * sizeof(float) + sizeof(index_t)) + state);
@@ -140,7 +141,7 @@ class segment_reader : public slot_reader {
     return downloaded(spoken_.data() + layer_major{sequences_}.index(of.owner) * heads_ + of.head, 1)[0].runs;
   }
   segment_index index(index_t layer, const index_t* ids) const {
-    return {firsts_.data(), sums_.data(),         held_.data(), queries_.data(),
+    return {firsts_.data(), sums_.data(),         stored_.data(), queries_.data(),
             spoken_.data(), layer * sequences_, ids,          tokens_};
   }
 
@@ -149,15 +150,15 @@ class segment_reader : public slot_reader {
   float scale_;
   segment_means<View, typename policy::scorer_type> means_;
   operation select_;
-  device_buffer<index_t> firsts_;  // the index, by place and head: see segment_index
+  device_buffer<index_t> firsts_;  // the index, by entry and head: see segment_index
   device_buffer<float> sums_;
-  device_buffer<segment_runs> held_;
+  device_buffer<segment_runs> stored_;
   device_buffer<float> queries_;
   device_buffer<spoken_segment> spoken_;
   device_buffer<float> scores_;
   device_buffer<index_t> indices_, counts_, keep_, tail_;  // by row of the batch
   id_column<segment_plan> plans_;
-  id_column<index_t> ids_;  // each its own: so a batch knows its places
+  id_column<index_t> ids_;  // by id the id: so a batch knows its entries
 };
 
 template <class Recipe, class View, class Out>
