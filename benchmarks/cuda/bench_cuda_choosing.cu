@@ -123,7 +123,7 @@ prepared summed_queries() {
   const std::vector<float> frequencies(head_dim / 2, 0.5f);
   const auto keep = std::make_shared<cuda::query_sums<bf16, head_dim>>(1, q_heads, frequencies);
   const bf16* pool = random_rows(std::size_t(chunk) * q_heads * head_dim);
-  keep->of(0, stream());
+  keep->statistics(0, stream());
   prepared made;
   made.bytes = double(chunk) * q_heads * head_dim * sizeof(bf16);
   made.flops = double(chunk) * q_heads * head_dim * head_dim;  // half of the products, two operations each, in double

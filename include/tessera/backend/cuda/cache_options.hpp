@@ -9,12 +9,12 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Sizes that are fixed when a cache is made: all of its memory is allocated then, none in a step.
+/// Sizes that are fixed when a cache is made. All of its memory is allocated then, none in a step.
 struct cache_options {
-  index_t sequences = 1;    ///< most that are open at a time
-  index_t tokens = 0;       ///< most tokens that one kv_head of a sequence ever holds
+  index_t sequences = 1;    ///< upper bound of those that are open at a time
+  index_t tokens = 0;       ///< upper bound of the tokens that one kv_head of a sequence stores
   offset_t rows = 0;        ///< of the pool, a row being a token of one kv_head of one layer; 0: enough for everything
-  index_t step_tokens = 1;  ///< most tokens of a decode step, 1 to 8
+  index_t step_tokens = 1;  ///< upper bound of the tokens of a decode step, 1 to 8
   index_t index_tokens =
       0;  ///< most tokens of a kv_head whose keys are indexed at a time, in pages or by segment; 0: `tokens`,
           ///< or, where a first stage drops tokens, twice what its plans keep and 1,024 more

@@ -32,6 +32,7 @@ class settled_layers {
   void end_chunk(sequence_layer, const store_type&, index_t) {}
   const prompt_reach* on_device(const prompt_reach&, cudaStream_t) const { return nullptr; }
 };
+/// For recipes whose choices settle a part of a prompt.
 template <class Recipe>
 class settled_layers<Recipe, true> {
   using store_type = kv_store<typename Recipe::layout_type>;
@@ -236,9 +237,9 @@ class first_stage<Recipe, true> {
     if constexpr (Recipe::retain_type::plans || Recipe::retain_type::over_model) {
       return options_.tokens;
     } else {
-      return max_retained(recipe.retain, shape_.layers, joins ? 1 : shape_.kv_heads, options_.tokens,
-                       (std::max)(options_.step_tokens,
-                                  recipe.retain.scorer.protected_tail(recipe.retain.budget.tokens)));
+      return max_retained(
+          recipe.retain, shape_.layers, joins ? 1 : shape_.kv_heads, options_.tokens,
+          (std::max)(options_.step_tokens, recipe.retain.scorer.protected_tail(recipe.retain.budget.tokens)));
     }
   }
   layer_extent extent(index_t layer, index_t longest, index_t kept_tail) const {

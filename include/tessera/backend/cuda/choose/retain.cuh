@@ -16,11 +16,11 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// One set for all heads of a layer, on the GPU: their scores become one row, its slots go to all heads.
+// One set of slots for all heads of a layer, on the GPU: their scores become one row, and its slots go to all heads.
 
 namespace detail {
 
-/// A thread a slot, y a sequence: heads in order, as on the host.
+/// A thread a slot; blockIdx.y a sequence. Heads are joined in order, as on the host.
 template <class Scope, int Threads>
 __global__ void __launch_bounds__(Threads)
     join_heads_entry(const __grid_constant__ score_rows in, const __grid_constant__ finished_rows out, Scope scope,
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(Threads)
   }
 }
 
-/// Row b * kv_heads + h gets the slots of row b.
+/// Copies the slots of row b to rows b * kv_heads + h.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     give_to_heads_entry(selection_view of_layer, index_t kv_heads, index_t* slots, offset_t stride, index_t* counts) {
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// One row of scores for all heads of each sequence, which must store equally many slots. The bits of the CPU's join
-/// where neither fuses what the scope does.
+/// Joins the scores of all heads of each sequence to one row. The heads must store equally many slots. The bits equal
+/// the CPU's where neither compiler fuses the scope's arithmetic.
 /// Shapes   out [sequences, capacity].   Returns  that row, with lengths and tails of the sequence.   Cost  one read.
 template <joining_scope Scope>
 score_rows join_heads(const score_rows& in, const Scope& scope, index_t summed, index_t capacity, float* out,
@@ -67,7 +67,7 @@ score_rows join_heads(const score_rows& in, const Scope& scope, index_t summed, 
   return joined;
 }
 
-/// The slots of each sequence's one row for every one of its heads.
+/// Gives every head of a sequence the slots of the sequence's one row.
 /// Shapes   slots [sequences * kv_heads, stride], counts [sequences * kv_heads].   Returns  the selection of all heads.
 inline selection_view give_to_heads(const selection_view& of_layer, index_t sequences, index_t kv_heads, index_t* slots,
                                     index_t stride, index_t* counts, cudaStream_t stream) {
@@ -77,11 +77,11 @@ inline selection_view give_to_heads(const selection_view& of_layer, index_t sequ
   return {slots, counts, nullptr, stride};
 }
 
-// Scores that are weighted by values once it is known how many tokens a head keeps, on the GPU.
+// Scores that are weighted by values when it is known how many tokens a head keeps, on the GPU.
 
 namespace detail {
 
-/// A thread a row: how many candidates there are, and how many of them are taken by the scores alone.
+/// Counts the candidates of a row, and how many of them the scores alone choose. A thread a row.
 template <class Scorer>
 __global__ void __launch_bounds__(128)
     count_first_entry(const __grid_constant__ score_rows in, Scorer scorer, const index_t* max_retained,
@@ -134,7 +134,7 @@ class weigh_scores {
            array_bytes<index_t>(std::size_t(rows_) * std::size_t(max_retained_));
   }
 
-  /// counts: what each row keeps, tail and what is settled included; weights [rows, weight_stride]; out [rows,
+  /// counts: how many each row keeps, tail and settled slots included; weights [rows, weight_stride]; out [rows,
   /// capacity], or the rows of `in`.
   void run(const score_rows& in, const Scorer& scorer, const index_t* counts, const float* weights,
            offset_t weight_stride, float* out, void* workspace, cudaStream_t stream) const {
@@ -172,7 +172,7 @@ class weigh_scores {
 struct slot_facts {
   segment_rows segments{};
   const float* weights = nullptr;   ///< [rows, weight_stride]
-  const index_t* counts = nullptr;  ///< [rows], what each keeps, in place of the budget's
+  const index_t* counts = nullptr;  ///< [rows], how many each row keeps, instead of the budget's
   offset_t weight_stride = 0;
 };
 
@@ -216,7 +216,7 @@ struct selection_of<Selector> {
 
 }  // namespace detail
 
-/// Puts what a selection skipped before what it chose.
+/// Puts the slots that a selection skipped before the chosen ones.
 /// Shapes   counts [rows], not those of the problem; `max_retained`: an upper bound of a row's slots.
 /// Returns  the selection of all that stays.   Cost  one launch.
 inline selection_view put_settled_first(const select_problem& problem, index_t max_retained, index_t* counts,
@@ -230,7 +230,7 @@ inline selection_view put_settled_first(const select_problem& problem, index_t m
 /// Chooses what every (sequence, kv_head) of a batch keeps: the device's cpu::choose_kept, with its results.
 ///
 /// No allocation, no synchronisation, no length on the host.
-/// Errors   shapes and parameters that make no sense: tessera::error before anything is launched.
+/// Errors   invalid shapes and parameters: tessera::error before anything is launched.
 /// Settled slots stay: budgets count them, selectors see the slots behind them.
 /// Cost     one launch for pooling where the scorer pools over more than one token, two where it sees segments, one to
 ///          four for the budget, one for the selection, one more in segments and one where slots are settled; weights:
@@ -243,7 +243,7 @@ class choose_kept {
   using weigh = typename detail::weights_of<scorer>::type;
   using select = typename detail::selection_of<typename Retain::selector_type>::type;
   static constexpr bool in_segments = segment_selector<typename Retain::selector_type>;
-  /// Whether scores change once more, so that rows are needed even where the scorer has no last pass of its own.
+  /// Whether scores change after the scorer's last pass. Then rows are needed even where the scorer has none.
   static constexpr bool changes_again = segment_scorer<scorer> || weighted_scorer<scorer>;
 
  public:

@@ -20,7 +20,7 @@ struct choose_limits {
   index_t sequences = 1, kv_heads = 1, q_heads = 1;
   index_t queries = 1;   ///< of one call, where the scorer observes a window
   index_t capacity = 1;  ///< tokens that a (sequence, kv_head) stores
-  index_t retained = 0;      ///< tokens that it keeps at most (`max_retained`); 0: the capacity
+  index_t retained = 0;  ///< tokens that it keeps at most (`max_retained`); 0: the capacity
 };
 
 /// An upper bound of the tokens that one kv_head keeps of `capacity`, in any of `layers`, whatever the scores.

@@ -32,6 +32,7 @@ class whole_reader : public slot_reader, public reader_without_index<Recipe, Vie
   static offset_t bytes_read(const planned<Recipe>&, offset_t, const head_place&) { return 0; }
 };
 
+/// Recipes without a second stage.
 template <class Recipe, class View, class Out>
 requires(!Recipe::retrieve_type::retrieves) struct reader_of<Recipe, View, Out> {
   using type = whole_reader<Recipe, View, Out>;
@@ -54,8 +55,9 @@ class reading {
   using reader_type = typename reader_of<Recipe, shown_type, Out>::type;
 
   reading(const Recipe& recipe, const model_shape& shape, const cache_options& options, const device_info& device)
-      : candidates_(shape, options.sequences, options.tokens, reading_members(recipe.retain, shape.q_heads / shape.kv_heads),
-               fires_in_steps<typename Recipe::schedule_type>),
+      : candidates_(shape, options.sequences, options.tokens,
+                    reading_members(recipe.retain, shape.q_heads / shape.kv_heads),
+                    fires_in_steps<typename Recipe::schedule_type>),
         reader_(recipe, shape, options, device) {}
 
   candidates_type& candidates() { return candidates_; }

@@ -11,8 +11,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// Parts of attention over packed rows become outputs: each segment's sum is rotated back once, then all of them are
-// added.
+// Merges parts of attention over packed rows to outputs: each segment's sum is rotated back once, then all are added.
 
 namespace detail {
 
@@ -36,8 +35,8 @@ struct merge_memory {
         words(runs + 2 * (int(max_segments) + 1)) {}
 };
 
-/// A block merges 8 query rows of one (sequence, kv_head), 32 columns of the output. Parts of one segment stand
-/// together and are added in its basis, by one group of warps; groups follow one another, so that the same input gives
+/// A block merges 8 query rows of one (sequence, kv_head), 32 columns of the output. One group of warps adds the parts
+/// of a segment, which lie together, in the segment's basis. Groups follow one another, so that the same input gives
 /// the same bits.
 template <class View, class Out>
 __global__ void __launch_bounds__(merging_threads)
@@ -77,11 +76,11 @@ __global__ void __launch_bounds__(merging_threads)
     commit_copies();
     return channels;
   };
-  // Bases were there before the queries were rotated: they come while attention ends.
+  // Bases existed before the queries were rotated, so they are copied while attention ends.
   int turned = fetch_basis(own_group);
   wait_for_earlier();
   let_later_begin();
-  // The table may have room for hundreds of segments: whole rows stand behind those that there are.
+  // The table may have room for hundreds of segments: whole rows come behind the existing ones.
   const index_t whole_rows = p.view.count(sequence);
 #pragma unroll 1
   for (index_t i = index_t(threadIdx.x); i < parts.parts; i += merging_threads) {
@@ -147,7 +146,7 @@ __global__ void __launch_bounds__(merging_threads)
           const float weight = weights[one * merged_rows + r];
           const float4 x =
               *reinterpret_cast<const float4*>(parts.out + (begin + offset_t(one) * parts.rows + first + r) * Dv + c);
-          if (weight == 0) continue;  // nothing was seen: what lies there is nobody's
+          if (weight == 0) continue;  // nothing was seen: the memory is arbitrary
           sum.x += x.x * weight, sum.y += x.y * weight, sum.z += x.z * weight, sum.w += x.w * weight;
         }
         *reinterpret_cast<float4*>(acc + r * Dv + c) = sum;
@@ -189,13 +188,14 @@ __global__ void __launch_bounds__(merging_threads)
 
 /// Attends chosen units of packed rows, each segment in its own basis, and all whole rows.
 ///
-/// Keys are multiplied as they lie, in fp32, 4 rows of queries at a time; values are spread out in shared memory, 32
-/// rows at a time, and multiplied by matrix instructions, for which weights are rounded to 16 bits. Packed elements of
-/// 16 bits are of the type that `Tile` names; fp8 and int4 become it exactly.
-/// It follows `rotate_queries` on the stream, or what itself followed that.
+/// Keys are multiplied as they are stored, in fp32, 4 rows of queries at a time. Values are spread out in shared
+/// memory, 32 rows at a time, and multiplied by matrix instructions, for which weights are rounded to 16 bits. Packed
+/// elements of 16 bits are of the type that `Tile` names; fp8 and int4 become it exactly.
+/// It follows `rotate_queries` on the stream, directly or after launches that follow it.
 /// Errors   before the launch: more rows, segments or sequences than it was made for, rows not on 16 bytes.
-/// Limits   whole rows are raw; a value that is NaN shows in rows of the step that may not see its token if others of 8
-///          rows may.
+/// Limits   whole rows are raw. A NaN in a value reaches rows of the step that must not see its token, if other rows of
+/// the
+///          same 8 see it.
 /// Cost     two launches besides `rotate_queries`; chosen rows are read once for 8 query rows, bases once a step.
 ///          Recordable.
 template <class View, class Out, class Tile = typename View::element_type>
@@ -233,7 +233,7 @@ class attend_packed {
   std::size_t workspace_bytes() const {
     return segment_bytes() + state_bytes() + array_bytes<float>(lines() * std::size_t(rows_) * Dv);
   }
-  /// What `rotate_queries` sets to "none", at the workspace's beginning.
+  /// The array at the workspace's beginning that `rotate_queries` sets to "none".
   index_t* part_segments(void* workspace) const { return static_cast<index_t*>(workspace); }
 
   void run(const packed_problem<View, Out>& problem, const rotated_rows& rotated, void* workspace,

@@ -1,4 +1,4 @@
-// What the layers of a cache hold on the device, and how their rows get room.
+// What the layers of a cache hold on the device, and how room is made for their rows.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// The parts of one recipe's cache. Changes of rows and lists are planned, which does all that may throw and shows
-/// nothing; then they are committed, in the order of a stream, or abandoned.
+/// The parts of one recipe's cache. Changes of rows and candidates are planned first. A plan does everything that may
+/// throw and is not visible. It is then committed, in the order of a stream, or abandoned.
 template <class Recipe, class Out>
 struct cache_parts {
   using layout = typename Recipe::layout_type;
@@ -123,8 +123,9 @@ struct cache_parts {
   device_info device;
   layer_roles roles;
   store_type store;
-  device_buffer<index_t> next;                   ///< by id: position of the next token
-  device_buffer<index_t> first_position, next_position;  ///< by sequence of the batch: positions of the step's first token and of the next step's
+  device_buffer<index_t> next;  ///< by id: position of the next token
+  /// By sequence of the batch: the position of the step's first token, and of the next step's.
+  device_buffer<index_t> first_position, next_position;
   device_buffer<index_t> chunk_position{1};
   device_buffer<index_t> stepped;  ///< see `stepped_of`
   step_table steps;

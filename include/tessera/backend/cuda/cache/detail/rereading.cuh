@@ -1,4 +1,4 @@
-// A text that passes through a model once more, on the GPU: what its queries give to the tokens of one part.
+// A text that passes through a model a second time, on the GPU: its queries score the tokens of one part.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A block a head lists what a re-reading sees: the sinks, the part and the re-reading itself, slots and positions.
+/// Lists the slots and positions that a re-reading sees: the sinks, the part and the re-reading itself. A block a head.
 /// Shapes   slots, positions [kv_heads, capacity], counts, begins [kv_heads].
 template <class View>
 __global__ void __launch_bounds__(256)
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-/// Tokens of the part get the larger of both scores; a NaN stays.
+/// Gives tokens of the part the larger of both scores; a NaN stays.
 template <class View>
 __global__ void __launch_bounds__(256) keep_larger_entry(const __grid_constant__ View seen, reread_part part,
                                                          const float* fresh, float* scores, const offset_t* begins) {
@@ -72,8 +72,8 @@ class rereading {
   rereading(const model_shape&, const cache_options&, const device_info&) {}
 };
 
-/// The device's cpu::rereading.   Memory   two numbers and a score for kv_heads * tokens, and what scoring 512 queries
-/// needs.
+/// The device's cpu::rereading.   Memory   two numbers and a score for kv_heads * tokens, and the workspace of scoring
+/// 512 queries.
 template <class Recipe>
 class rereading<Recipe, true> {
   using store_type = kv_store<typename Recipe::layout_type>;
@@ -81,7 +81,7 @@ class rereading<Recipe, true> {
   using T = typename all_view::element_type;
   using scorer = typename Recipe::retain_type::scorer_type;
   using visible_view = kv_view<view_element<typename all_view::encoding_type>, all_view::k_dim,
-                            filtered<decltype(all_view::table)>, all_view::v_dim>;
+                               filtered<decltype(all_view::table)>, all_view::v_dim>;
   static constexpr index_t queries_at_once = 512;
   static_assert(joins_rows_by<scorer> == row_join::maximum,
                 "tessera: what is read again scores by the maximum over its queries on the device");

@@ -1,4 +1,4 @@
-// What a decode step does to the layers of a cache on the device.
+// The steps of a turn: changes of a cache's layers on the device.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ class step_turn {
  public:
   explicit step_turn(parts& its) : its_(its) {}
 
-  /// Room for a step in every layer, or in none; what it will have appended and chosen, on the host's books.
+  /// Makes room for a step in every layer, or in none, and notes on the host what the step will append and choose.
   void prepare(const batch& step, const conversations<Recipe>& known, cudaStream_t stream) {
     for (const index_t id : step.ids) its_.order.require_finished(id);
     const sequence_layers owners = its_.all_layers(step.ids);
@@ -35,7 +35,7 @@ class step_turn {
     }
   }
 
-  /// The device's part, first of all: what the batch needs is gathered, positions and lengths move on.
+  /// The beginning of the device's part: gathers what the batch needs, advances positions and lengths.
   void begin(const batch& step, cudaStream_t stream) {
     const index_t sequences = step.sequences();
     its_.order.begin(step, stream);
@@ -73,7 +73,7 @@ class step_turn {
  private:
   void make_room(const sequence_layers& owners, const batch& step, const conversations<Recipe>& known,
                  cudaStream_t stream) {
-    its_.store.finish_layer(stream);  // lest it ends within the step, and moves rows
+    its_.store.finish_layer(stream);  // so that it does not end within the step and move rows
     its_.slide(owners, stream);
     its_.store.settle(step.ids, false, stream);
     its_.store.plan_packing(owners, 0, stream);
@@ -91,7 +91,7 @@ class step_turn {
     its_.store.commit_packing(stream);
     its_.reads.candidates().commit_room(owners, stream);
   }
-  /// Room for the lists of a step, of every layer or of none.
+  /// Makes room for the lists of a step, in every layer or in none.
   void plan_lists(const sequence_layers& owners, const batch& step, const conversations<Recipe>& known) {
     host_vector<index_t> longest;
     for (const sequence_layer owner : owners) {
@@ -102,7 +102,8 @@ class step_turn {
     }
     its_.reads.candidates().plan_room(owners, step.tokens, longest);
   }
-  /// What a step that chooses leaves of a layer that will hold `held`, or lets through; `added` new tokens stay.
+  /// An upper bound of what a step that chooses leaves of a layer with `held` tokens, or lets through. The newest
+  /// `added` tokens stay.
   token_bound bound(sequence_layer owner, const token_bound& held, const conversations<Recipe>& known,
                     index_t added) const {
     if (its_.prompts.columns(owner.layer).bits) return held;
@@ -118,12 +119,13 @@ class step_turn {
       if constexpr (filters) {
         its_.reads.candidates().passed_in_step(owner, left);
       } else if constexpr (parts::in_steps) {
-        // Only where all heads are known to be equally long is the room that this makes known too.
+        // The host knows the room that this makes only where all heads are equally long.
         its_.store.shrank(owner, left, its_.first.heads_are_even ? held.longest - left.longest : 0);
       }
     }
   }
-  /// Drops what the first stage does not choose, or lets through what it does; the newest `added` tokens stay.
+  /// Drops the slots that the first stage does not choose, or lets the chosen ones through. The newest `added` tokens
+  /// stay.
   void choose(index_t layer, const batch& step, const planned<Recipe>& policies, const view_type& all, index_t added,
               cudaStream_t stream) {
     if constexpr (parts::in_steps) {
@@ -143,7 +145,7 @@ class step_turn {
       its_.reads.rebuild(layer, its_.steps.ids(), its_.store, all, stream);
     }
   }
-  /// What a step reads of a layer that follows the recipe, which holds its tokens already.
+  /// Attends what a step reads of a layer that follows the recipe. The step's tokens have been appended.
   void read(index_t layer, const Recipe& recipe, const view_type& all, const rows_view<const T>& q,
             const rows_view<Out>& out, const rows_view<float>& lse, selection_view& chosen, cudaStream_t stream) {
     const group_members& members = its_.first.members();

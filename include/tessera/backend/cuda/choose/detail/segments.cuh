@@ -1,4 +1,5 @@
-// Segments of the text among a row's candidates, on the GPU: raising their scores, choosing in each. A warp a segment.
+// Segments of the text among a row's candidates, on the GPU: raising their scores, and choosing in each. A warp a
+// segment.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +27,7 @@ namespace detail {
 
 inline constexpr int segment_warps = 4, segment_threads = segment_warps * 32;
 
-/// The first slot of the segment that `slot` lies in, and the slot behind its last one; `n` candidates. Whole warps.
+/// The first slot of the segment of `slot`, and the slot behind its last one; `n` candidates. Whole warps call it.
 __device__ inline index_t segment_begin(const index_t* segments, index_t slot, int lane) {
   const index_t own = segments[slot];
   for (;;) {
@@ -46,7 +47,7 @@ __device__ inline index_t segment_end(const index_t* segments, index_t slot, ind
   }
 }
 
-/// What a scorer makes of one segment, on every lane.
+/// A scorer's description of one segment, on every lane.
 template <class Scorer>
 __device__ segment_statistics describe(const Scorer& scorer, const float* scores, index_t n, int lane) {
   if constexpr (requires { scorer.describe_segment(warp_team{}, scores, n); }) {
@@ -58,9 +59,9 @@ __device__ segment_statistics describe(const Scorer& scorer, const float* scores
   }
 }
 
-/// A warp takes the segments that begin in its 32 slots: no list of them is made. Without `Writes` it finds the largest
-/// importance of a row, as bits that are 0 at first; with it, every segment is described again and its scores are
-/// raised.
+/// A warp processes the segments that begin in its 32 slots, so there is no list of them. Without `Writes` it finds the
+/// largest importance of a row, as bits that are 0 at first. With `Writes` it describes every segment once more and
+/// raises its scores.
 template <class Scorer, bool Writes>
 __global__ void __launch_bounds__(segment_threads)
     rescore_segments_entry(const __grid_constant__ score_rows in, const __grid_constant__ segment_rows beside,

@@ -1,4 +1,4 @@
-// Paged retrieval on the GPU, what the host calls: which slots a decode step reads, from an estimate in place of keys.
+// Paged retrieval on the GPU, the host's calls: which slots a decode step reads, by an estimate of the keys.
 #pragma once
 
 #include <algorithm>
@@ -14,18 +14,18 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Bounds of the plans that may meet in a launch. They size memory; what is done follows each sequence's own plan.
+/// Bounds of the plans that one launch may have. They size memory; the work follows each sequence's own plan.
 struct read_bounds {
-  index_t capacity = 0;      ///< most tokens that a row ever holds
-  index_t read = 0;          ///< most tokens that a step attends
+  index_t capacity = 0;      ///< upper bound of the tokens that a row stores
+  index_t read = 0;          ///< upper bound of the tokens that a step attends
   index_t page = 1;          ///< smallest page
-  index_t largest_page = 1;  ///< counts where whole pages are chosen, and for `max_chosen`
+  index_t largest_page = 1;  ///< used where whole pages are chosen, and for `max_chosen`
   index_t tail = 0;          ///< longest tail
-  /// Pages that a row has when its plan is made, at most; 0: as many as `capacity` and `page` allow. Rows of that many
-  /// are chosen, and attended, in one launch if they fit. Rows that have grown beyond are still right, but slower.
+  /// An upper bound of a row's pages when its plan is made; 0: as many as `capacity` and `page` allow. Rows of so many
+  /// pages are chosen, and attended, in one launch if they fit. Longer rows give right results too, more slowly.
   index_t usual_pages = 0;
 
-  /// Widens the bounds by one more plan, of a conversation that plans to hold `tokens`.
+  /// Widens the bounds by a plan of a conversation with `tokens` tokens.
   void cover(const read_plan& plan, index_t tokens) {
     const bool first = read == 0;
     read = (std::max)(read, plan.read);
@@ -80,7 +80,8 @@ class choose_pages {
     const index_t usual = usual_pages(), tiles = ceil_div(usual, index_t(detail::tile_pages));
     stride_ = ceil_div(bounds.max_pages(), index_t(detail::tile_pages)) * detail::tile_pages;
     key_stride_ = (bounds.max_pages() + detail::page_rows::max_cuts + 3) / 4 * 4;
-    // Few rows: a block a tile, to be done soon. Many: blocks that choose their channels once for several tiles.
+    // Few rows: a block a tile, for a short launch. Many rows: blocks that choose their channels once for several
+    // tiles.
     tiles_each_ = std::clamp(tiles * rows_ / (device.multiprocessors * 5), 1, 8);
     tile_blocks_ = ceil_div(tiles, tiles_each_);
     logits_shared_ = detail::page_shared<T, D>::bytes(query_rows_);
@@ -112,7 +113,7 @@ class choose_pages {
   }
 
   const read_bounds& bounds() const { return bounds_; }
-  /// Throws unless the plan lies within the bounds: before it is written where launches read it.
+  /// Throws unless the plan lies within the bounds. Called before the plan is written for launches.
   void require_covered(const read_plan& plan) const {
     require(bounds_.covers(plan), "plan of a sequence",
             "read " + std::to_string(plan.read) + ", page " + std::to_string(plan.page) + ", tail " +
@@ -155,7 +156,7 @@ class choose_pages {
            choice(p, workspace), scratch(p, workspace), layout_, out, lse, max_chosen());
   }
 
-  /// The first of two launches that do what `run` may do in one: logits of pages into the workspace.
+  /// The first of two launches that equal `run`: writes the logits of pages to the workspace.
   void score(const problem_type& p, void* workspace, cudaStream_t stream) const {
     check_problem(p);
     const index_t rows = p.view.sequences * kv_heads_;
@@ -166,7 +167,7 @@ class choose_pages {
     check(cudaGetLastError(), "launch of page logits");
   }
 
-  /// The second: the choice by the logits in the workspace.
+  /// The second: chooses by the logits in the workspace.
   void select(const problem_type& p, void* workspace, cudaStream_t stream) const {
     check_problem(p);
     const index_t rows = p.view.sequences * kv_heads_;
@@ -198,7 +199,8 @@ class choose_pages {
             "pass the most tokens that a row may hold");
   }
 
-  /// Lets a kernel take all of a block's shared memory: the limit belongs to the kernel. Whether `wanted` is there.
+  /// Lets a kernel use all of a block's shared memory; the limit belongs to the kernel. Returns whether that is at
+  /// least `wanted`.
   template <class Entry>
   static bool allow(const device_info& device, Entry entry, std::size_t wanted) {
     cudaFuncAttributes of{};

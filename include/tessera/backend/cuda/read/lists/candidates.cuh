@@ -325,8 +325,9 @@ class candidates {
   /// layer. One launch a step.
   void join(const step_table& steps, const id_column<index_t>& lengths, index_t batch, index_t tokens,
             cudaStream_t stream) const {
-    const detail::step_lists all{lengths.entry({}), begins_.entry({}), slots(), counts_.entry({}), counts_.batch(0),
-                                 steps.ids(),    members_,       order_.sequences, heads_};
+    const detail::step_lists all{lengths.entry({}), begins_.entry({}), slots(),
+                                 counts_.entry({}), counts_.batch(0),  steps.ids(),
+                                 members_,          order_.sequences,  heads_};
     detail::join_entry<32><<<dim3(unsigned(batch), unsigned(layers_ * members_)), 32, 0, stream>>>(all, tokens);
     check(cudaGetLastError(), "launch of join");
   }

@@ -48,8 +48,8 @@ class decode_blocks {
         // Segments begin with new blocks, so that each may have one that is not whole.
         capacity_((ceil_div(capacity, limits.least_block) + max_segments + 3) / 4 * 4),
         read_((std::min)(limits.alike ? ceil_div(tokens, block_)
-                                    : trim_blocks<View>::max_chosen(tokens, limits.least_block, max_segments),
-                       capacity_)),
+                                      : trim_blocks<View>::max_chosen(tokens, limits.least_block, max_segments),
+                         capacity_)),
         rotate_(sequences, kv_heads, q_heads, step_tokens, max_segments),
         score_(capacity_, max_segments),
         select_(top_tokens{}, lanes_, capacity_, device, read_),

@@ -12,8 +12,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// Partitions of 128 plain rows beside the next ones, on the GPU: each warp has its columns of all rows, so that what
-// they are scaled by stays within a warp, and a partition takes one barrier.
+// Partitions of 128 plain rows beside the next ones, on the GPU. Each warp has its columns of all rows, so that their
+// scales stay within a warp, and a partition takes one barrier.
 
 namespace detail {
 
@@ -28,15 +28,15 @@ struct lagged_columns {
   using extremes = lane_extremes<chunks>;
   using cell = typename extremes::cell;
   static constexpr int dim = View::k_dim, lag = 128, warps = lagged_threads / 32;
-  /// Elements of 16 bits, rows of 8 or 16 chunks of 16 bytes, K and V alike, side by side.
+  /// Whether it can be used: elements of 16 bits, rows of 8 or 16 chunks of 16 bytes, K and V alike, side by side.
   static constexpr bool possible = View::is_raw && sizeof(stored) == 2 && (dim == 64 || dim == 128) &&
                                    View::v_dim == dim &&
                                    std::is_same_v<std::remove_cvref_t<decltype(View::table)>, contiguous>;
 
   static constexpr int of_warp = dim / contents_chunk / warps;  // chunks of a row that a warp has
-  static constexpr int rows = 32 / of_warp;    // of a warp's lanes at a time
-  static constexpr int lane_rows = lag / rows;      // rows of a lane in all
-  static constexpr int lane_sums = lane_rows / of_warp;  // rows whose sums a lane passes on
+  static constexpr int rows = 32 / of_warp;                     // of a warp's lanes at a time
+  static constexpr int lane_rows = lag / rows;                  // rows of a lane in all
+  static constexpr int lane_sums = lane_rows / of_warp;         // rows whose sums a lane passes on
   static constexpr staged_rows layout{dim / contents_chunk};
   static constexpr int shared_bytes = 2 * lag * layout.bytes();
 
@@ -70,9 +70,8 @@ struct lagged_columns {
   }
   /// Loads the lane's chunk of rows lane % rows, lane % rows + rows, and so on.
   __device__ void load(index_t q, raw (&to)[lane_rows]) const {
-    const unsigned char* from =
-        staged_at + q % 2 * lag * layout.bytes() +
-        staged_rows{layout}.offset(lane % rows, warp * of_warp + lane / rows);
+    const unsigned char* from = staged_at + q % 2 * lag * layout.bytes() +
+                                staged_rows{layout}.offset(lane % rows, warp * of_warp + lane / rows);
 #pragma unroll
     for (int u = 0; u < lane_rows; ++u) {
       *reinterpret_cast<uint4*>(to[u].element) = *reinterpret_cast<const uint4*>(from + u * rows * layout.bytes());
@@ -85,8 +84,8 @@ struct lagged_columns {
   __device__ static std::uint32_t least_of(std::uint32_t x, std::uint32_t y) {
     return bits_of(extremes::least(cell_of(x), cell_of(y)));
   }
-  /// What the lane's channels are scaled by, from a partition's rows: lanes of a chunk halve what they compare until
-  /// each has one channel.
+  /// Finds the scales of the lane's channels from a partition's rows. Lanes of a chunk halve the channels that they
+  /// compare until each has one.
   template <class Scorer>
   __device__ void find_scales(const raw (&next)[lane_rows], const Scorer& scorer,
                               channel_scale (&scales)[contents_chunk]) {
@@ -124,7 +123,7 @@ struct lagged_columns {
       scales[d] = {two.x, two.y}, scales[d + 1] = {two.z, two.w};
     }
   }
-  /// Hands on what the warp's channels of each row add up to.
+  /// Stores the sums over the warp's channels of each row.
   template <class Scorer>
   __device__ void add_up(index_t q, const raw (&held)[lane_rows], const Scorer& scorer,
                          const channel_scale (&scales)[contents_chunk]) {
@@ -150,7 +149,7 @@ struct lagged_columns {
 #pragma unroll
     for (int i = 0; i < lane_sums; ++i) memory.sums[q % 2][warp][begin + i * rows] = sums[i];
   }
-  /// Writes the spreads of a partition whose sums are there; two lanes a row.
+  /// Writes the spreads of a partition from its sums; two lanes a row.
   template <class Scorer>
   __device__ void finish(index_t q, const Scorer& scorer, float* of_keys, float* of_values) const {
     const int row = int(threadIdx.x) / 2, half = lane % 2 * (warps / 2);
@@ -289,7 +288,7 @@ __device__ void measure_spreads(const View& view, const Scorer& scorer, index_t 
   }
 }
 
-/// x runs of `run` partitions, y a (sequence, kv_head). `scratch` [rows, 2, capacity].
+/// blockIdx: x runs of `run` partitions, y a (sequence, kv_head). `scratch` [rows, 2, capacity].
 template <class View, class Scorer>
 __global__ void __launch_bounds__(lagged_threads, lagged_blocks)
     score_lagged_entry(const __grid_constant__ View view, Scorer scorer, bool keys_aligned, bool values_aligned,

@@ -23,7 +23,7 @@ struct lse_partials {
 
 /// Queries stay in registers and keys stream through a ring in shared memory.
 ///
-/// RowWarps warps hold 16 * RowTiles query rows each; with fewer row warps than warps, the others take other tokens of
+/// RowWarps warps hold 16 * RowTiles query rows each. With fewer row warps than warps, the others read other tokens of
 /// the tile. A split's tokens are summed in one order whatever the length, the batch or the chunk of queries, so equal
 /// rows give equal bits in every call.
 template <class View, int RowWarps, int RowTiles, int Stages>
@@ -38,7 +38,7 @@ struct lse_kernel {
   static constexpr int row_bytes = score_rows_staged<D>().bytes(), stage_bytes = tile * row_bytes;
   static constexpr int ring_bytes = Stages * stage_bytes;
 
-  /// Of query rows lane / 4 + {0, 8} of each row tile, over the tokens that this lane has seen.
+  /// Maximum and sum of query rows lane / 4 + {0, 8} of each row tile, over this lane's tokens.
   struct running {
     float max[RowTiles * 2], sum[RowTiles * 2];
     __device__ void clear() {
@@ -54,7 +54,7 @@ struct lse_kernel {
     }
   };
 
-  /// `Careful` masks, caps and passes over logits that are no numbers; for the others both give the same bits.
+  /// `Careful` masks, caps, and skips logits that are NaN. For other logits both give the same bits.
   template <bool Careful>
   __device__ static void consume(const problem_type& p, const scored_head& at,
                                  const std::uint32_t (&q)[RowTiles][D / 16][4], index_t first_query,
@@ -242,8 +242,8 @@ __global__ void __launch_bounds__(128, View::k_dim <= 128 ? 3 : 2)
   lse_kernel<View, RowWarps, RowTiles, Stages>::run(problem, out);
 }
 
-/// Merges a row's splits in order and adds its sink, or takes what the engine gives; one warp per query row. lse [rows,
-/// query rows], natural log.
+/// Merges a row's splits in order and adds its sink, or uses the engine's log-sum-exp; one warp per query row. lse
+/// [rows, query rows], natural log.
 template <class View>
 __global__ void __launch_bounds__(128)
     merge_lse_entry(const __grid_constant__ score_problem<View> p, lse_partials partials, float* lse) {

@@ -1,4 +1,4 @@
-// Scoring, second pass: what all query rows make of each token, summed by the warp that holds the token's key.
+// Scoring, second pass: sums the weights of all query rows for each token, by the warp that holds the token's key.
 #pragma once
 
 #include <climits>
@@ -10,7 +10,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// How the weights of query rows become a token's score: free order where it is cheaper, row order where bits must last.
+// How the weights of query rows become a token's score: in any order where that is cheaper, in row order where bits
+// must not change.
 
 namespace detail {
 

@@ -1,4 +1,4 @@
-// Scores by what future queries will be like, on the GPU: mean and variance of each key's logits by tensor cores.
+// Scores by an estimate of future queries, on the GPU: mean and variance of each key's logits, by tensor cores.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Which kernel a program has for the device depends on the architecture that it was compiled for. The host asks for
-/// the bound on a block's threads, by which the two differ.
+/// Which kernel a program has depends on the architecture that it was compiled for. The host reads the bound on a
+/// block's threads, in which the two kernels differ.
 template <class View, class Scorer, bool Wide = compiled_for_hopper&& fits_wide_products<View::k_dim>>
 using expected_kernel_of =
     std::conditional_t<Wide, expected_hopper_kernel<View, Scorer>, expected_kernel<View, Scorer>>;
@@ -25,8 +25,8 @@ __global__ void __launch_bounds__((expected_kernel_of<View, Scorer>::threads),
 
 inline constexpr int expected_groups = 64;  // query heads of a kv_head
 
-/// blockIdx: x a share of the slots, y a (sequence, kv_head). Averages the softmaxes over the slots of the group's query
-/// heads. Sinks rank before all others.
+/// blockIdx: x a share of the slots, y a (sequence, kv_head). Averages the softmaxes over the slots of the group's
+/// query heads. Sinks rank before all others.
 template <class View, class Scorer, int Threads>
 __global__ void __launch_bounds__(Threads)
     average_entry(const __grid_constant__ expected_problem<View> p, Scorer scorer, index_t blocks, float* scores,
@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Writes the scores of all stored slots of a batch: the device's cpu::score_expected, to rounding; the same bits in
-/// every call.
+/// Writes the scores of all stored slots of a batch: the device's cpu::score_expected, to rounding. Every call gives
+/// the same bits.
 /// Shapes   scores [rows, row_stride], row = sequence * kv_heads + head; statistics, next [sequences], frequencies
 ///          [k_dim / 2], all on the device.
 /// Errors   rows that do not begin on 16 bytes, more query heads than 64 a kv_head, more than the limits:
@@ -152,7 +152,7 @@ class score_expected {
 
 namespace detail {
 
-/// score_expected where a scorer goes by statistics; else nothing.
+/// Used instead of score_expected where a scorer does not use statistics.
 struct no_expected_score {
   no_expected_score(index_t, index_t, index_t, index_t, const device_info&) {}
   std::size_t workspace_bytes() const { return 0; }

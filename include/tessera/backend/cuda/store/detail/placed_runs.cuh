@@ -125,9 +125,7 @@ class placed_rows<Layout, runs> {
 
   /// What a store needs to resize the pool; other placements need not have it.
   run_pool& pool() { return pool_; }
-  offset_t* begins(std::size_t entry) const {
-    return begins_.entry(order_.owner(entry));
-  }
+  offset_t* begins(std::size_t entry) const { return begins_.entry(order_.owner(entry)); }
 
   void plan() { pool_.plan(); }
   bool moves() const { return pool_.moves(); }

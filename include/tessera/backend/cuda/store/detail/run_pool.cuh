@@ -134,7 +134,7 @@ class run_pool {
           free_rows(entry) >= tokens
               ? runs_[entry].rows
               : (std::max)(runs_[entry].rows,
-                         held[entry].total + offset_t(heads_) * (tokens + room_behind(longest, capacity)));
+                           held[entry].total + offset_t(heads_) * (tokens + room_behind(longest, capacity)));
       total += rows;
       largest = (std::max)(largest, rows);
     }

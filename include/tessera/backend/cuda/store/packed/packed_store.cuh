@@ -22,9 +22,8 @@ namespace cuda {
 /// due and their bases; `commit_packing` packs them into segments. Layers that do not follow the recipe never pack.
 /// Nothing is dropped from segments: heads are equally long, and the host knows every length.
 ///
-/// Full tails are packed between two steps, before the next one is planned, not inside the step that fills them:
-/// sequences of a batch fill theirs at different steps, and a recorded step would launch for all of them, in every
-/// layer, what one in 32 needs.
+/// Full tails are packed between two steps, not inside the step that fills them: sequences of a batch fill theirs at
+/// different steps, and a recorded step would launch the packing for all of them in every layer.
 /// Memory   segments of every (layer, sequence) for `tokens` tokens, and whole rows as a plain cache has them: see
 ///          kv_store. Bases when segments begin, 4 * channels * dim bytes for K and V of a head.
 /// Errors   what the device does not pack, when made; a second moment with NaN or infinity: tessera::error.
@@ -122,12 +121,12 @@ class kv_store<Layout> {
     whole_.append_rows(view.whole, k, v, first_position, text, stream);
   }
 
-  /// The last queries of a prompt chunk whose tokens have been appended.
+  /// Observes the last queries of a prompt chunk whose tokens have been appended.
   void observe_prompt(sequence_layer owner, const rows_view<const T>& q, cudaStream_t stream) {
     if (packs(owner.layer)) maker_.observe(packed_owner(owner), q, stream);
   }
 
-  /// What moves whole rows: those that sliding layers keep, and those that are left when a prompt has been packed.
+  /// The operations that move whole rows: those that sliding layers keep, and those that stay when a prompt is packed.
   movers fit(index_t batch, index_t kept, const device_info& device) const {
     return whole_.fit(batch, (std::max)(kept, rows_.tail.tail), device);
   }
@@ -207,7 +206,7 @@ class kv_store<Layout> {
                     stream);
       } else {
         made.oldest.push_back({whole_.view(owner), made.due[i]});
-        whole_.dropped(owner, made.left[i], made.due[i]);  // room for the step or chunk that follows is there
+        whole_.dropped(owner, made.left[i], made.due[i]);  // there is room for the step or chunk that follows
       }
     }
     drop_oldest(made.oldest, stream);
@@ -383,7 +382,7 @@ class kv_store<Layout> {
     searches_.noted(made.problems, made.joining, packing_, stream);
   }
 
-  stream_beside stream_beside_;  // the first: what is assigned to waits before its memory goes
+  stream_beside stream_beside_;  // the first member: an assignment waits for it before memory is released
   rows_type rows_;
   index_t heads_, tokens_;
   column_set with_;

@@ -12,7 +12,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// How parts of a row become its output: those of a block's warps, and those of several blocks.
+// How parts of a row become its output: parts of a block's warps, and parts of several blocks.
 
 namespace detail {
 
@@ -28,7 +28,7 @@ struct decode_merge : decode_block<View, Out> {
   /// short step. More registers than the loop over tiles leaves would spill, and what is spilled comes back behind the
   /// copies: 17 at once cost 0.7 us of 14 (H200, CUDA 13.0).
   static constexpr int parts_at_once = D + Dv <= 256 ? 8 : 6;
-  /// In a block that has nothing else to do any more, for a row much longer than the others.
+  /// The same in a block that has no other work left, for a row much longer than the others.
   static constexpr int many_parts_at_once = 32;
   static_assert(many_parts_at_once <= 32, "tessera: a lane of a warp holds the state of one part");
   __device__ static bool has_many(const row_parts& of) { return of.count > 2 * parts_at_once; }
@@ -66,7 +66,7 @@ struct decode_merge : decode_block<View, Out> {
   __device__ void write_empty_row(const decode_row& at) const {
     for_each_four([&](int r, int d) { write(at, r, d, float4{}, finish(at, r, -infinity, 0, d == 0)); });
   }
-  /// Rows that hold nothing have no tile and so no block.
+  /// Writes rows without tokens: they have no tile, and so no block.
   __device__ void write_empty_rows() const {
     for (index_t row = blockIdx.x; row < rows; row += index_t(gridDim.x)) {
       if (ends[row] != base::begin_of(row)) continue;
@@ -84,12 +84,12 @@ struct decode_merge : decode_block<View, Out> {
     return (offset_t(blockIdx.y) * scratch.slots + piece + row) * rows_per_block;
   }
 
-  /// Some parts of a query row put together: their maximum (base 2), their sum, and four outputs.
+  /// Some merged parts of a query row: their maximum (base 2), their sum, and four outputs.
   struct merged_four {
     float top, sum;
     float4 x;
   };
-  /// Of `parts` parts, at most `Most`, each `state_of(part)` and `out_of(part)`.
+  /// Merges `parts` parts, at most `Most`, given by `state_of(part)` and `out_of(part)`.
   template <int Most, class StateOf, class OutOf>
   __device__ static merged_four merge_four(int parts, const StateOf& state_of, const OutOf& out_of) {
     merged_four all{-infinity, 0, {}};
@@ -111,14 +111,14 @@ struct decode_merge : decode_block<View, Out> {
     }
     return all;
   }
-  /// What the block's warps have of a query row.
+  /// Merges a query row's parts of the block's warps.
   __device__ merged_four merge_warps_four(int r, int d) const {
     return merge_four<warps>(
         warps, [&](int w) { return states_of(w)[r]; },
         [&](int w) { return *reinterpret_cast<const float4*>(outs_of(w) + r * merge_pitch(Dv) + d); });
   }
 
-  /// The block's warps meet: the row's output if this part is all of it, else a part for `merge_parts`.
+  /// Merges the block's warps: writes the row's output if this part is the whole row, else a part for `merge_parts`.
   __device__ void merge_warps(const segment& of, bool whole) const {
     for_each_four([&](int r, int d) {
       const merged_four own = merge_warps_four(r, d);
@@ -132,13 +132,13 @@ struct decode_merge : decode_block<View, Out> {
     });
   }
 
-  /// What the warps that share a row's merge hand to the first of them.
+  /// The shares of warps that merge a row together, for the first of them.
   struct merge_shares {
     float4 out[warps][32];
     float2 state[warps];
   };
 
-  /// Merges a row's parts if this block is among the last of them to arrive; the same bits whoever does it.
+  /// Merges a row's parts if this block is among the last to arrive. The bits do not depend on which block it is.
   template <int AtOnce>
   __device__ void merge_parts(const decode_row& at, index_t row, const row_parts& of, int* flag,
                               merge_shares& shares) const {
@@ -244,9 +244,9 @@ struct decode_merge : decode_block<View, Out> {
   }
   static constexpr int groups = (Dv / 4 + 31) / 32;  // of 32 lanes, four output dims each
 
-  /// Which of a row's `mergers` this block is, the last of its `parts` to arrive; -1 for the others. Mergers see what
-  /// all parts wrote, and wait until all have arrived. That wait ends: a block arrives before it waits, and those that
-  /// are missing run already or begin before anything that is launched later.
+  /// Which of a row's `mergers` this block is; they are the last of its `parts` to arrive. -1 for other blocks. Mergers
+  /// wait until all parts have arrived, and then see what they wrote. The wait ends: a block arrives before it waits,
+  /// and missing blocks run already or begin before any later launch.
   __device__ index_t arrive(index_t row, index_t parts, index_t mergers, int* flag) const {
     if (threadIdx.x == 0) {
       unsigned* arrived = scratch.arrived + offset_t(blockIdx.y) * scratch.max_rows + row;
@@ -256,7 +256,7 @@ struct decode_merge : decode_block<View, Out> {
         if (mergers > 1) {
           while (index_t(load_acquire(arrived)) < parts) continue;
         }
-        // The counter is cleared for the next step by the last to leave.
+        // The last block to leave clears the counter for the next step.
         if (mergers == 1 || index_t(add_acquire_release(arrived, 1)) == parts + mergers - 1) *arrived = 0;
       }
     }
@@ -278,9 +278,9 @@ struct decode_kernel : decode_merge<View, Out> {
   using queries_type = typename state_type::queries;
   static constexpr int D = View::k_dim, stages = base::config::stages;
 
-  /// Straight to registers, ahead of the tiles. Through shared memory, a barrier of the block behind the copies waits
-  /// until the slowest warp has issued all of its tiles (slower by 1.8 us, spilled registers included), and one that
-  /// only waits for the queries gained nothing and cost 0.8 us in pages (H200, CUDA 13.0, B1 8K).
+  /// Loads queries to registers, before the tiles. Through shared memory they would need a barrier behind the copies,
+  /// which waits until the slowest warp has issued all of its tiles (slower by 1.8 us, spilled registers included). A
+  /// barrier for the queries alone gained nothing and cost 0.8 us in pages (H200, CUDA 13.0, B1 8K).
   __device__ void load_queries(const decode_row& at, queries_type& asked) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -291,7 +291,7 @@ struct decode_kernel : decode_merge<View, Out> {
     }
   }
 
-  /// Positions of the step's first token and of the first and the last token of some.
+  /// Positions of the step's first token, and of the first and the last token of a span.
   struct span_positions {
     index_t step, first, last;
   };

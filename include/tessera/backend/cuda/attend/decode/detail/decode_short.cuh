@@ -1,4 +1,5 @@
-// Decode attention over short rows on the GPU: a cluster of blocks reads each row, and its parts meet in shared memory.
+// Decode attention over short rows on the GPU: a cluster of blocks reads each row and merges its parts in shared
+// memory.
 #pragma once
 
 #include <algorithm>
@@ -56,7 +57,7 @@ struct decode_short : decode_kernel<View, Out> {
     for (const index_t slot : later) prefetch_row(now.source, slot);
     base::read_tiles(now, ends_at, asked, staging, state);
   }
-  /// Asks the L2 for a slot's key and value; lanes of one token share the two.
+  /// Prefetches a slot's key and value; lanes of one token share the work.
   __device__ void prefetch_row(const decode_row& at, index_t slot) const {
     using format = decode_format<View>;
     if (slot == no_index) return;
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(decode_short<View, Out>::threads, 1)
   block.run(shift, shared);
 }
 
-/// What the host knows of clusters that read short rows.
+/// The host's part: which clusters read short rows.
 template <class View, class Out>
 class decode_clusters {
  public:
@@ -148,8 +149,8 @@ class decode_clusters {
     }
   }
 
-  /// The base 2 logarithm of how many blocks read a row of so many tokens (0: not known), of `rows` rows at a time; -1:
-  /// even pieces are read sooner. Clusters spare a merge through global memory, 1 to 2 us, and may leave
+  /// The base 2 logarithm of how many blocks read a row of `tokens` tokens (0: not known) when there are `rows` rows;
+  /// -1: even pieces take less time. Clusters save a merge through global memory, 1 to 2 us, and may leave
   /// multiprocessors idle: of 132, 64 at work win up to 3 tiles a block in clusters of 8 and 4 and up to 8 in clusters
   /// of 2, 128 at work win for any length (H200, CUDA 13.0).
   int shift_of(offset_t rows, offset_t tokens) const {

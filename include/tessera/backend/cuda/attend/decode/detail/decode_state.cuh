@@ -9,7 +9,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Running softmax of one warp: 16 query rows over the tokens that it has seen, in the fragments of matrix products.
+/// Running softmax of one warp: 16 query rows over its tokens so far, in the fragments of matrix products.
 template <int Dv, int Tokens>
 struct decode_softmax {
   float out[Dv / 8][4] = {};
@@ -195,7 +195,7 @@ struct decode_state : decode_softmax<View::v_dim, decode_config<View>::tokens> {
   }
 };
 
-// The softmax of one warp of the decode kernel over tiles of fp8 rows, which are computed with as fp16.
+// The softmax of one warp of the decode kernel over tiles of fp8 rows, which are multiplied as fp16.
 
 /// Four neighbouring e4m3 as two pairs of fp16: exact.
 __device__ __forceinline__ void decode_fp8(std::uint32_t four, std::uint32_t& low, std::uint32_t& high) {
@@ -323,7 +323,7 @@ struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::token
   }
 
  private:
-  /// Of the lane's two tokens of the n-th eight.
+  /// Scales of the lane's two tokens of the n-th eight.
   __device__ static float2 scales_of(std::uint32_t at, int n) {
     float2 two = make_float2(1, 1);
     if constexpr (format::scaled) {
@@ -400,7 +400,7 @@ struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::token
     }
   }
 
-  /// Of 16 tokens and a pair of chunks: for each chunk its even dims, then its odd ones.
+  /// Loads 16 tokens and a pair of chunks: for each chunk its even dims, then its odd ones.
   __device__ static void load_values(std::uint32_t (&b)[2][4], std::uint32_t values, int k, int pair, int lane) {
     std::uint32_t raw[4];
     load_matrices_transposed(raw, chunk_pair<format::v_rows>(values + std::uint32_t(k * 16 * v_row), pair, lane));

@@ -53,7 +53,7 @@ class packed_part {
  private:
   static constexpr index_t never = 0x7fffffff;  // a position that no query sees
 
-  /// Chosen units of one split, segment after segment.
+  /// Attends the chosen units of one split, segment after segment.
   __device__ __forceinline__ void attend_chosen(index_t split, index_t count) {
     const index_t* list = p_.chosen.indices ? p_.chosen.row(lane_row_) : nullptr;
     if (p_.chosen_begins) {
@@ -86,7 +86,7 @@ class packed_part {
     return p_.chosen_begins + offset_t(lane_row_) * (p_.view.max_segments + 1);
   }
 
-  /// The rows that are not packed. Returns whether there are any.
+  /// Attends the rows that are not packed. Returns whether there are any.
   __device__ __forceinline__ bool attend_whole(index_t count) {
     const index_t packed = row_begin_[count], rows = p_.view.whole.length(sequence_, head_);
     if (rows <= 0) return false;
@@ -117,13 +117,13 @@ class packed_part {
     return true;
   }
 
-  /// Lengths were there before the queries were rotated, and the launch before this one waited for all that it
-  /// followed.
+  /// Waits for the previous launch. Lengths were written before the queries were rotated, and the previous launch
+  /// waited for all earlier ones.
   __device__ static __forceinline__ void wait() {
     wait_for_earlier();
     let_later_begin();
   }
-  /// Of a row of queries; one that is not there sees nothing.
+  /// The position of a row of queries. A row that does not exist sees nothing.
   __device__ index_t position_of(index_t row) const {
     return row < parts_.rows ? p_.first_position[sequence_] + row / group_ : no_index;
   }
@@ -143,8 +143,7 @@ class packed_part {
     using value_rows = raw_rows<row_layout<Dv>>;
     const key_rows first_keys(segment.k, head_);
     const value_rows first_values(segment.v, head_);
-    // Behind the first tile they are read from shared memory: while a row is walked along there are no registers for
-    // them.
+    // After the first tile they are read from shared memory: walking a row leaves no registers for them.
     auto* const keys = reinterpret_cast<key_rows*>(shared_ + shape_.sources);
     auto* const values = reinterpret_cast<value_rows*>(keys + 1);
     if (threadIdx.x == 0) *keys = first_keys, *values = first_values;
@@ -167,7 +166,7 @@ class packed_part {
       const index_t row = (unit - before) * unit_rows + (unit_shift >= 0 ? token & (unit_rows - 1) : token % unit_rows);
       return unit >= 0 && row < rows ? row : no_index;
     };
-    // Rows that are not there have the bits of the first one, and zeros.
+    // Rows that do not exist have the bits of the first one, and zeros.
     std::uint32_t k_bits[group_words<D, 1>] = {}, v_bits[group_words<Dv, 1>] = {};
     float k_scale, v_scale;
     const unsigned k_to = unsigned(k_raw) + first_keys.own_place(), v_to = unsigned(v_raw) + first_values.own_place();
@@ -190,7 +189,7 @@ class packed_part {
     commit_copies();
     index_t next_unit = unit_of(token + warp_step);
     put_copies(s, queries);
-    // While a warp works on keys the values of the same tokens are on their way, and the other way round.
+    // While a warp works on keys, the values of the same tokens are copied, and the other way round.
     for (; token - lane < tokens; token += warp_step) {
       const index_t next = row_of(token + warp_step, next_unit);
       const bool more = token - lane + warp_step < tokens;
@@ -228,12 +227,12 @@ class packed_part {
   }
 
   /// Query rows in the segment's basis, of part i / channels and channel i % channels, multiplied by the scale of
-  /// logits; i: of this thread.
+  /// logits. `i` is this thread's index.
   __device__ __forceinline__ float4 queries_of(index_t s, int i) const {
     const int channels = shape_.queries_part / 128;
     const float factor = p_.rule.scale_for(D) * (p_.rule.soft_cap > 0 ? 1.0f : log2e);
     const int part = i / channels, c = i % channels, first = part * queries_at_once;
-    // For a row that is not there, the last row is loaded and multiplied by 0: without branches the four loads do not
+    // For a row that does not exist, the last row is loaded and multiplied by 0: without branches the four loads do not
     // wait for each other.
     const auto load = [&](int row) {
       const index_t at = first_row_ + row, there = (min)(at, parts_.rows - 1);
@@ -241,7 +240,7 @@ class packed_part {
     };
     return make_float4(load(first), load(first + 1), load(first + 2), load(first + 3));
   }
-  /// Writes them as `query_products` reads them; `q`: those of the thread's first channel.
+  /// Writes the query rows in the layout of `query_products`; `q`: those of the thread's first channel.
   __device__ __forceinline__ void put_copies(index_t s, float4 q) {
     const int all = shape_.queries_part / 128 * shape_.parts;
 #pragma unroll 1
@@ -254,8 +253,7 @@ class packed_part {
     __syncthreads();
   }
 
-  /// Logits of a tile, which are products with queries so far, become those of base 2 of the rows that may see their
-  /// tokens.
+  /// Turns the products of a tile into logits of base 2, of the rows that may see the tokens.
   template <class State>
   __device__ __forceinline__ void take_logits(State& state, int part, float (&x)[queries_at_once], float scale,
                                               index_t position, float weight, unsigned char* weights) const {
@@ -267,14 +265,14 @@ class packed_part {
 #pragma unroll
       for (float& logit : x) logit = quick_cap(p_.rule, logit) * log2e;
     }
-    // As `logit_rule::visible`: what lies in front of the row is far behind it as an unsigned number.
+    // As `logit_rule::visible`: a token after the row is far behind it as an unsigned number.
     const unsigned seen = p_.rule.sliding_window > 0 ? unsigned(p_.rule.sliding_window) : 0x7fffffffu;
 #pragma unroll
     for (int i = 0; i < queries_at_once; ++i) x[i] = unsigned(at[i]) - unsigned(position) < seen ? x[i] : -infinity;
     state.take_logits(shape_.parts, part, x, weight, weights);
   }
 
-  /// Writes the block's 8 query rows as `packed_state` reads them. Returns where.
+  /// Writes the block's 8 query rows in the layout of `packed_state`. Returns their address.
   __device__ std::uint32_t put_queries() {
     unsigned char* to = shared_ + shape_.queries;
     for (int i = int(threadIdx.x); i < query_rows_together * D; i += packed_threads) {

@@ -195,8 +195,8 @@ struct line_chooser {
     team::sync();
   }
 
-  /// Takes all that the greedy takes of at least `threshold` an entry; `batch.most` is then the most of what is left.
-  /// Clears `last`, which nobody reads behind the first barrier.
+  /// Takes all that the greedy takes of at least `threshold` an entry; `batch.largest` is then the most of what is
+  /// left. Clears `last`, which nobody reads behind the first barrier.
   __device__ void take_batch(float threshold, line_batch& batch, line_batch& last) const {
     list_all(threshold, batch);
     team::sync();
@@ -252,8 +252,8 @@ struct line_chooser {
     join_most(batch.largest, most);
   }
 
-  /// Looks at what is listed anew: what comes before all that cross it is taken, what has fallen below the threshold
-  /// waits for another batch, the rest is listed again.
+  /// Looks at the listed lines once more: a line that comes before all lines that cross it is chosen, one below the
+  /// threshold waits for another batch, the rest is listed again.
   __device__ void sort_out(const index_t* list, index_t count, float threshold, index_t* rest, line_batch& batch,
                            unsigned& rest_count) const {
     // Lists are short and rows far apart in memory: neighbouring threads share a line.

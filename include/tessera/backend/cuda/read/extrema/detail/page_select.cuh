@@ -68,9 +68,9 @@ __device__ void for_keys(const unsigned* keys, index_t count, const F& of) {
   }
 }
 
-/// The cut that leaves `room` units of the items with keys in [low, high], 0 < room < all of them: bins over the range,
-/// again over the bin that holds the cut, until it holds few items, one of them or one value. The histogram is clear
-/// before and after.
+/// Finds the cut that leaves `room` units of the items with keys in [low, high], 0 < room < all of them. It counts keys
+/// in bins over the range, then in bins over the bin of the cut, and so on, until that bin has few items or one value.
+/// The histogram is clear before and after.
 template <int AtOnce, class Items>
 __device__ key_range find_cut(page_choice_storage& s, const Items& of, const unsigned* keys, unsigned low,
                               unsigned high, unsigned room) {
@@ -109,8 +109,9 @@ __device__ key_range find_cut(page_choice_storage& s, const Items& of, const uns
   }
 }
 
-/// Calls put(place, slot) for the chosen ones of items [from, to), places and slots ascending: every item with a key
-/// above the cut, and of those at it the first, `need` units of them. Who has the last item writes the row's count.
+/// Calls put(index, slot) for the chosen slots of items [from, to), with ascending indices and slots: every item with a
+/// key above the cut, and of the items at the cut the first `need` units. The block with the last item writes the row's
+/// count.
 template <int AtOnce, class Items, class Put>
 __device__ void write_chosen(page_choice_storage& s, const Items& of, const page_bounds& b, index_t page,
                              const unsigned* keys, const key_range& cut, index_t from, index_t to, const Put& put) {
@@ -171,7 +172,7 @@ __device__ void write_chosen(page_choice_storage& s, const Items& of, const page
   }
 }
 
-/// Writes the forced slots of a row: all stand behind the others.
+/// Writes the forced slots of a row, behind all others.
 template <class Put>
 __device__ void write_forced(const page_bounds& b, const Put& put) {
   const index_t before = b.units_to_choose * b.unit;
@@ -181,9 +182,9 @@ __device__ void write_forced(const page_bounds& b, const Put& put) {
   }
 }
 
-/// Chooses and writes what is read of one row of more slots than that, by one block. The histogram is clear; `ready`:
-/// the keys are made. Not inlined: it would double the code of a kernel that seldom runs it, and kernels that take
-/// turns wait for their instructions.
+/// Chooses and writes the slots that are read of a row with more slots than that, by one block. The histogram is clear.
+/// `ready`: the keys are made. Not inlined: it would double the code of a kernel that seldom runs it, and kernels that
+/// alternate wait for their instructions.
 __device__ __noinline__ inline void choose_row(page_choice_storage& s, const page_items& of, const page_bounds& b,
                                                unsigned* keys, bool ready) {
   const page_choice& p = of.p;
@@ -236,7 +237,7 @@ __device__ __noinline__ inline void choose_row(page_choice_storage& s, const pag
   }
 }
 
-/// A row that is read whole.
+/// Writes all slots of a row that is read whole.
 __device__ __noinline__ inline void choose_all(const page_choice& p, index_t row, index_t n) {
   const index_t rows = p.tokens * p.group;
   const int threads = int(blockDim.x);

@@ -13,8 +13,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Recipes that read the best blocks of packed rows and all that are not packed. The means lie in the segments; nothing
-/// is kept here.
+/// The reader of recipes that read the best blocks of packed rows and all whole rows. The means lie in the segments;
+/// the reader stores nothing.
 template <class Recipe, class View, class Out>
 class block_mean_reader : public reader_without_index<Recipe, View, Out> {
   using T = typename View::element_type;
@@ -46,7 +46,7 @@ class block_mean_reader : public reader_without_index<Recipe, View, Out> {
   }
   void adopt(operation&& fitted) { step_ = std::move(fitted); }
 
-  /// `chosen`: blocks.
+  /// Sets `chosen` to blocks.
   bool choose(index_t, const View& view, const rows_view<const T>& q, const index_t* first, const logit_rule& rule,
               const rows_view<Out>& out, const rows_view<float>& lse, selection_view& chosen,
               cudaStream_t stream) const {
@@ -63,7 +63,7 @@ class block_mean_reader : public reader_without_index<Recipe, View, Out> {
   offset_t attended(const planned<Recipe>&, offset_t n, const head_place& of) const {
     return of.newest + (std::min<offset_t>)(n - of.newest, step_.read);
   }
-  /// Nothing beside what the store reads: means lie in its segments.
+  /// 0: means lie in the segments, whose bytes the store counts.
   static offset_t bytes_read(const planned<Recipe>&, offset_t, const head_place&) { return 0; }
 
  private:

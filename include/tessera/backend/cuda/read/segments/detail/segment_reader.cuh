@@ -1,5 +1,5 @@
-// Retrieval by segments of the text on the device: the mean key of every segment is read, the tokens of the best are
-// attended.
+// Retrieval by segments of the text on the device: the mean key of every segment is read, and the tokens of the best
+// ones are attended.
 #pragma once
 
 #include <algorithm>
@@ -15,9 +15,9 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Holds, of every place, the sum of each segment's keys by kv_head, and of the answer's segment that is being written
-/// the sum of its queries: the device's cpu::segment_reader. Its views are `segmented_view`s. The choice lies in this
-/// object's memory until the next call.
+/// The device's cpu::segment_reader. An entry is a (layer, sequence). For every entry it holds by kv_head the sum of
+/// each segment's keys, and the sum of the queries of the segment that the answer is writing. Its views are
+/// `segmented_view`s. The choice lies in this object's memory until the next call.
 /// Bytes    of an index k_dim fp32 a segment; room for as many segments as tokens, which cache_options::index_tokens
 ///          bounds.
 template <class Recipe, class View, class Out>
@@ -127,7 +127,7 @@ class segment_reader : public slot_reader {
     const offset_t state = k_dim * offset_t(sizeof(float)) + offset_t(sizeof(segment_runs) + sizeof(spoken_segment));
     return heads_ * (longest * offset_t(k_dim * sizeof(float) + sizeof(index_t)) + state);
   }
-  /// Of the last step. Synchronises.
+  /// Tokens that the last step attended. Synchronises.
   offset_t attended(const planned<Recipe>& policies, offset_t n, const head_place& of) const {
     return runs_read(of) == 0 ? n : (std::min<offset_t>)(n, policies.plan.read);
   }
@@ -141,8 +141,8 @@ class segment_reader : public slot_reader {
     return downloaded(spoken_.data() + layer_major{sequences_}.index(of.owner) * heads_ + of.head, 1)[0].runs;
   }
   segment_index index(index_t layer, const index_t* ids) const {
-    return {firsts_.data(), sums_.data(),         stored_.data(), queries_.data(),
-            spoken_.data(), layer * sequences_, ids,          tokens_};
+    return {firsts_.data(),     sums_.data(), stored_.data(), queries_.data(), spoken_.data(),
+            layer * sequences_, ids,          tokens_};
   }
 
   index_t heads_, sequences_, layers_, tokens_;

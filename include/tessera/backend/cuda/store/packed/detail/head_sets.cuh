@@ -1,5 +1,4 @@
-// One set of channels for all rows of a head: what a prompt's last queries and the rows that are packed say of each
-// channel.
+// One set of channels for all rows of a head, chosen by a prompt's last queries and the rows that are packed.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +14,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Row (seen + i) % window of a place = the squares of query row i, summed over the query heads of each kv_head: x a
-/// row, y a kv_head.
+/// Writes the squares of query row i, summed over the query heads of each kv_head, to row (seen + i) % window of an
+/// entry. blockIdx: x a row, y a kv_head.
 template <class T, int Threads>
 __global__ void __launch_bounds__(Threads) note_squares_entry(rows_view<const T> q, index_t first, index_t kv_heads,
                                                               int dim, index_t observed, index_t window, float* to) {
@@ -27,7 +26,7 @@ __global__ void __launch_bounds__(Threads) note_squares_entry(rows_view<const T>
     for (index_t g = 0; g < group; ++g) {
       const float x = float(q.row(0, first + row, head * group + g)[d]);
       const float square = __fmul_rn(x, x);
-      if (square < infinity) sum = __fadd_rn(sum, square);  // others say nothing
+      if (square < infinity) sum = __fadd_rn(sum, square);  // others are left out
     }
     own[d] = sum;
   }

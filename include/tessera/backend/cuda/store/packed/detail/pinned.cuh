@@ -1,5 +1,4 @@
-// Page-locked memory of the host, which kernels write to and nobody waits for, and marks on a stream that say what has
-// been done.
+// Page-locked memory of the host, which kernels write to without anybody waiting, and marks on a stream.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +13,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Page-locked memory, zeroed, with one owner. The device writes to it as it does to its own, over the bus.
+/// Page-locked memory, zeroed, with one owner. The device writes to it over the bus as to its own memory.
 /// Errors   no memory: tessera::error.   Cost  some 0.3 ms a MiB to make: see `row_blocks`.
 template <class T>
 class pinned_buffer {
@@ -49,7 +48,7 @@ class pinned_buffer {
   std::size_t count_ = 0;
 };
 
-/// A place on a stream. Any thread may wait for it. A copy is another mark, which was never set.
+/// A point on a stream. Any thread may wait for it. A copy is another mark, which was never set.
 class stream_mark {
  public:
   stream_mark() { check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreate"); }

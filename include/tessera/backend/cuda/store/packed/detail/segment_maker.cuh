@@ -13,15 +13,15 @@
 #include "../packed_view.cuh"
 #include "encode_rows.cuh"
 #include "head_sets.cuh"
-#include "segment_store.cuh"
 #include "pinned.cuh"
 #include "rows_before.cuh"
 #include "segment_bases.cuh"
+#include "segment_store.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// Whole rows that have been packed go: the others move to where they were.
+// Whole rows that have been packed are dropped: the others move to their memory.
 
 /// The oldest `count` rows of every head of one sequence.
 template <class View>
@@ -32,8 +32,8 @@ struct oldest_rows {
 
 namespace detail {
 
-/// Row i + `count` of what `row(i)` gives, 16 bytes at a time, becomes row i. By one block: what is read lies behind
-/// all that has been written.
+/// Copies row(i + `count`) to row(i), 16 bytes at a time. By one block: rows that are read lie behind all rows that
+/// have been written.
 template <int Threads, class Row>
 __device__ void move_rows_down(index_t left, index_t count, int row_units, const Row& row) {
   for (index_t begin = 0; begin < left * row_units; begin += Threads) {
@@ -46,7 +46,7 @@ __device__ void move_rows_down(index_t left, index_t count, int row_units, const
   }
 }
 
-/// blockIdx: the kv_head, and which of the list.
+/// blockIdx: x the kv_head, y the item of the list.
 template <class View, int Threads>
 __global__ void __launch_bounds__(Threads)
     drop_oldest_entry(const __grid_constant__ problem_list<oldest_rows<View>> list) {
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Forgets the oldest rows of several sequences. Cost: a launch for 32 of them.
+/// Drops the oldest rows of several sequences. Cost: a launch for 32 of them.
 template <class View>
 void drop_oldest(const host_vector<oldest_rows<View>>& all, cudaStream_t stream) {
   static_assert(View::is_raw, "tessera: rows that are packed on the device are raw");
@@ -152,7 +152,7 @@ template <class View>
 struct packing_plan {
   sequence_layers owners, ended;                           // owners with rows that are due; owners whose prompts end
   host_vector<kept_bound> left;                            // of the whole rows, by owner
-  host_vector<index_t> due, shares;              // rows; and how many a new segment gets, 0: they join the last one
+  host_vector<index_t> due, shares;                 // rows; and how many a new segment gets, 0: they join the last one
   host_vector<host_vector<rows_before>> originals;  // by owner: copies of rows that join a segment
   bool prompt_ends = false;
   host_vector<segment_span<View>> new_spans;  // of new segments
@@ -222,8 +222,8 @@ class segment_maker {
   bool have_bases() const { return !bases_ || (*bases_).are_finite(); }
 
   /// Begins the i-th of the segments in `memory`, of these rows of a sequence, and chooses its sets.
-  segment_record begin(const bases_and_sets& memory, std::size_t i, const segment_span<View>& of,
-                       sequence_layer owner, cudaStream_t stream) const {
+  segment_record begin(const bases_and_sets& memory, std::size_t i, const segment_span<View>& of, sequence_layer owner,
+                       cudaStream_t stream) const {
     segment_record begun{.k = formats_.k, .v = formats_.v, .block = formats_.block};
     if (memory.sets) {
       std::uint32_t* sets = memory.sets->data() + i * sets_.segment_words();

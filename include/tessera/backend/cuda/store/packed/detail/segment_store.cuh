@@ -401,9 +401,9 @@ class segment_store {
   host_vector<host_vector<segment_record>> records_;  // by entry
 };
 
-// Which segments of packed rows a layout may come to have on the device: how many, and of which formats.
+// Which segments of packed rows a layout may have on the device: how many, and of which formats.
 
-/// Where the rows of a packing layout lie that are not packed.
+/// The layout of the rows of a packing layout that are not packed.
 template <packing_layout Layout>
 using whole_layout = stored<typename Layout::rows_type::whole_rows, typename Layout::placement_type>;
 
@@ -411,7 +411,7 @@ template <class Channels>
 inline constexpr bool knows_channels =
     std::is_same_v<Channels, top_groups> || std::is_same_v<Channels, head_channels> ||
     std::is_same_v<Channels, all_channels>;
-/// Whether the device packs by a layout's policies; a sentence where it does not.
+/// Whether the device packs by a layout's policies; a static_assert says why where it does not.
 template <packing_layout Layout>
 constexpr bool check_device_packing() {
   static_assert(knows_channels<typename Layout::rows_type::key_channels> &&
@@ -426,7 +426,7 @@ constexpr bool check_device_packing() {
                 "tessera: the device chooses one set of channels for a head in the engine's basis; take as_given");
   return true;
 }
-/// Errors   elements and lengths that the device does not pack: tessera::error.
+/// Checks that the device packs a layout.   Errors   elements and lengths that it does not pack: tessera::error.
 template <packing_layout Layout>
 void require_packable(const Layout& layout, index_t block) {
   using T = typename Layout::element_type;
