@@ -67,7 +67,7 @@ prepared choice() {
   const cuda::score_and_choose<view_type, policy_type> op(
       policy,
       {1, kv_heads, q_heads, std::max(window, 1), tokens,
-       std::max<index_t>(1025, cuda::most_kept(policy, 32, kv_heads, tokens, 1))},
+       std::max<index_t>(1025, cuda::max_retained(policy, 32, kv_heads, tokens, 1))},
       cuda::device_info::current());
   struct memory {
     buffer<index_t> length, first, segments;
@@ -95,7 +95,7 @@ prepared choice() {
       std::size_t(1), op.workspace_bytes(), cuda::query_sums<bf16, head_dim>(1, q_heads, frequencies));
   if constexpr (retain_type::observed == observes::statistics) {
     keep->sums.add(0, queries(1024), 0, method.retain.scorer.sinks, stream());
-    const query_statistics seen = keep->sums.of(0, stream());
+    const query_statistics seen = keep->sums.statistics(0, stream());
     cuda::check(cudaMemcpy(keep->statistics.data(), &seen, sizeof seen, cudaMemcpyHostToDevice), "cudaMemcpy");
     cuda::check(cudaDeviceSynchronize(), "sums over queries");
   }
@@ -123,7 +123,7 @@ prepared summed_queries() {
   const std::vector<float> frequencies(head_dim / 2, 0.5f);
   const auto keep = std::make_shared<cuda::query_sums<bf16, head_dim>>(1, q_heads, frequencies);
   const bf16* pool = random_rows(std::size_t(chunk) * q_heads * head_dim);
-  keep->of(0, stream());
+  keep->statistics(0, stream());
   prepared made;
   made.bytes = double(chunk) * q_heads * head_dim * sizeof(bf16);
   made.flops = double(chunk) * q_heads * head_dim * head_dim;  // half of the products, two operations each, in double

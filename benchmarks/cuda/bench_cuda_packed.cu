@@ -95,7 +95,7 @@ struct packed_memory {
   }
   view_type view(const bf16* whole, index_t sequences, index_t tokens) const {
     view_type made;
-    made.segments = table->data(), made.counts = counts.data(), made.most_segments = most;
+    made.segments = table->data(), made.counts = counts.data(), made.max_segments = most;
     made.whole = rows_of(whole, sequences, tokens, tails.data());
     return made;
   }

@@ -49,7 +49,7 @@ prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wa
     buffer<float> out;
     buffer<unsigned char> choosing, attending;
   };
-  const std::size_t q_rows = std::size_t(sequences) * q_heads, most = std::size_t(choose.most_chosen());
+  const std::size_t q_rows = std::size_t(sequences) * q_heads, most = std::size_t(choose.max_chosen());
   const auto keep = std::make_shared<memory>(
       std::vector<read_plan>(std::size_t(sequences), reading), std::vector<index_t>(std::size_t(rows), stored),
       std::vector<index_t>(std::size_t(rows), stored - 1), std::vector<index_t>(std::size_t(sequences), stored - 1),

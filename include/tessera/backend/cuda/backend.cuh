@@ -1,4 +1,4 @@
-// What a cache on a GPU does its work with: the backend of tessera::cuda::cache.
+// The backend of tessera::cuda::cache: what a cache on a GPU works with.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// The stream that a call works in; every call that begins work must be given one.
+/// The stream that a call works in. Every call that begins work must be given one.
 struct stream_queue {
   stream_queue(cudaStream_t given) : stream(given) {}
   operator cudaStream_t() const { return stream; }
@@ -22,8 +22,8 @@ struct stream_queue {
 };
 
 /// The parts of one recipe's cache on a device, and what each call of `basic_cache` does with them.
-/// concepts/backend.hpp says what every backend answers. Arguments have been checked; what throws, throws before
-/// anything is launched.
+/// concepts/backend.hpp says which calls every backend has. Arguments have been checked. A call that throws does so
+/// before anything is launched.
 template <class Recipe, class Out>
 class backend {
   using parts = cache_parts<Recipe, Out>;
@@ -47,7 +47,7 @@ class backend {
 
   // --- sequences -----------------------------------------------------------------------------------------------------
 
-  /// How many sequences may be open at a time; tokens of a step, at most.
+  /// Upper bounds: of sequences that are open at a time, and of the tokens of a step.
   index_t max_sequences() const { return its_.options.sequences; }
   index_t max_step_tokens() const { return its_.options.step_tokens; }
 
@@ -56,22 +56,23 @@ class backend {
     begin_sequence(id, stream);
     its_.reads.set_plan(id, policies, stream);
   }
-  /// Gives back all that a sequence holds.
+  /// Releases everything that a sequence holds.
   void close(index_t id, cudaStream_t stream) {
     its_.order.closed(id);
     clear(id, stream);
   }
-  /// Errors   the sequence's step has layers to go, or that of any other one has begun and has.
+  /// Errors   the sequence's step has layers to go, or a step of any sequence has begun and has layers to go.
   void check_fork(index_t id) const {
     its_.order.require_finished(id);
     its_.order.require_none_under_way();
   }
-  /// An id gets all that another one holds between two turns, or steps. Where it throws, the id is closed.
+  /// Copies everything that an id holds to another one, between two turns or steps. Where it throws, the new id is
+  /// closed.
   void fork(index_t id, index_t to, const planned<Recipe>& policies, cudaStream_t stream) {
     try {
       plan_copy(id, to, stream);
       its_.store.commit_copy(id, to, stream);
-      its_.reads.lists().commit_copy(id, to, stream);
+      its_.reads.candidates().commit_copy(id, to, stream);
       copy_on_device(its_.next.data() + to, its_.next.data() + id, 1, stream);
       begin_sequence(to, stream);
       its_.first.observer().copy(id, to, stream);
@@ -88,8 +89,8 @@ class backend {
     }
   }
 
-  /// Takes another budget, when all that may fail has been made. Allocates; synchronises. Errors: a prepared step has
-  /// layers to go.
+  /// Adopts another budget after everything that may fail has been made. Allocates; synchronises. Errors: a prepared
+  /// step has layers to go.
   void follow_budget(const Recipe& changed, cudaStream_t) {
     its_.order.require_all_finished();
     auto first = its_.first.fit(changed, its_.device);
@@ -120,7 +121,7 @@ class backend {
     its_.order.require_finished(id);
     its_.make_room(its_.all_layers({id}), tokens, stream);
   }
-  /// id -1: of a new sequence.
+  /// id -1: for a new sequence.
   page_plan plan_pages(index_t id, const Recipe& recipe, const planned<Recipe>& policies,
                        index_t tokens) const requires in_groups {
     host_vector<index_t> held(std::size_t(its_.shape.layers * its_.shape.kv_heads), 0);
@@ -142,7 +143,7 @@ class backend {
       require_rows_on_16_bytes("q", q);
   }
   void begin_prompt(index_t id, cudaStream_t stream) { its_.store.settle({id}, true, stream); }
-  /// Pages that layers share are set aside for all of them, or for none.
+  /// Sets pages that layers share aside, for all layers or for none.
   void expect_chunk(index_t id, index_t tokens) {
     its_.store.require_fits({0, id}, tokens);
     its_.store.expect(id, tokens);
@@ -219,13 +220,13 @@ class backend {
   void trace_lines(bool on) { its_.prompts.trace(on); }
   const prompt_lines& lines(sequence_layer owner) const { return its_.prompts.lines(owner); }
 
-  /// Rows, positions, scores, candidates, index and remembered queries.
+  /// Bytes of rows, positions, scores, candidates, index and stored queries.
   offset_t bytes(index_t id, const planned<Recipe>& policies) const {
     offset_t total = 0;
     for (index_t layer = 0; layer < its_.shape.layers; ++layer) {
       const sequence_layer owner{layer, id};
-      const token_bound held = its_.reads.lists().bound(owner, its_.store.bound(owner));
-      total += its_.store.bytes(owner) + its_.reads.lists().bytes(owner) + its_.first.observer().bytes_of_layer() +
+      const token_bound held = its_.reads.candidates().bound(owner, its_.store.bound(owner));
+      total += its_.store.bytes(owner) + its_.reads.candidates().bytes(owner) + its_.first.observer().bytes_of_layer() +
                its_.prompts.bytes_of_layer() + its_.reads.reader().bytes(policies, held.longest);
     }
     return total;
@@ -243,7 +244,7 @@ class backend {
   prompt_turn<Recipe, Out> prompts() { return prompt_turn<Recipe, Out>(its_); }
   step_turn<Recipe, Out> steps() { return step_turn<Recipe, Out>(its_); }
 
-  /// What a sequence without tokens has, and has reported.
+  /// Sets the state of a sequence without tokens.
   void begin_sequence(index_t id, cudaStream_t stream) {
     its_.first.observer().forget(id);
     its_.prompts.open(id, stream);
@@ -251,14 +252,14 @@ class backend {
   }
   void clear(index_t id, cudaStream_t stream) {
     its_.store.clear(id, stream);
-    its_.reads.lists().clear(id, stream);
+    its_.reads.candidates().clear(id, stream);
     its_.reads.reader().clear(id, stream);
     its_.first.observer().forget(id);
   }
   void plan_copy(index_t id, index_t to, cudaStream_t stream) {
     its_.store.plan_copy(id, to, stream);
     try {
-      its_.reads.lists().plan_copy(id, to);
+      its_.reads.candidates().plan_copy(id, to);
     } catch (...) {
       its_.store.abandon();
       throw;

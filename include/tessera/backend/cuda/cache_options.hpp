@@ -9,12 +9,12 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Sizes that are fixed when a cache is made: all of its memory is allocated then, none in a step.
+/// Sizes that are fixed when a cache is made. All of its memory is allocated then, none in a step.
 struct cache_options {
-  index_t sequences = 1;    ///< most that are open at a time
-  index_t tokens = 0;       ///< most tokens that one kv_head of a sequence ever holds
+  index_t sequences = 1;    ///< upper bound of those that are open at a time
+  index_t tokens = 0;       ///< upper bound of the tokens that one kv_head of a sequence stores
   offset_t rows = 0;        ///< of the pool, a row being a token of one kv_head of one layer; 0: enough for everything
-  index_t step_tokens = 1;  ///< most tokens of a decode step, 1 to 8
+  index_t step_tokens = 1;  ///< upper bound of the tokens of a decode step, 1 to 8
   index_t index_tokens =
       0;  ///< most tokens of a kv_head whose keys are indexed at a time, in pages or by segment; 0: `tokens`,
           ///< or, where a first stage drops tokens, twice what its plans keep and 1,024 more
@@ -24,8 +24,8 @@ struct cache_options {
 
   void check() const {
     require(sequences >= 1, "sequences", sequences, "at least 1", "pass the largest batch");
-    require(tokens >= 1 && tokens <= most_tokens_of_a_head, "tokens", tokens,
-            "1 to " + std::to_string(most_tokens_of_a_head), "pass the longest context, or what a head holds at most");
+    require(tokens >= 1 && tokens <= max_tokens_of_a_head, "tokens", tokens,
+            "1 to " + std::to_string(max_tokens_of_a_head), "pass the longest context, or what a head holds at most");
     require(rows >= 0, "rows", rows, "at least 0", "leave it at its default");
     require(step_tokens >= 1 && step_tokens <= 8, "step_tokens", step_tokens, "1 to 8", "prefill longer runs");
     require(index_tokens >= 0 && index_tokens <= tokens, "index_tokens", index_tokens, "0 to tokens",
@@ -34,7 +34,7 @@ struct cache_options {
             "pass the shortest first prompt");
   }
 
-  static constexpr index_t most_tokens_of_a_head = 1 << 30;
+  static constexpr index_t max_tokens_of_a_head = 1 << 30;
 };
 
 }  // namespace cuda

@@ -41,7 +41,7 @@ struct packed_step {
   }
   index_t most_blocks() const {
     index_t most = 0;
-    for (index_t s = 0; s < batch.view().most_segments; ++s) most += ceil_div(batch.plan(s).rows, batch.plan(s).block);
+    for (index_t s = 0; s < batch.view().max_segments; ++s) most += ceil_div(batch.plan(s).rows, batch.plan(s).block);
     return most;
   }
 
@@ -53,9 +53,9 @@ struct packed_step {
     const std::size_t out_rows = std::size_t(sequences * tokens * q_heads);
     const auto [k, v, block, alike] = limits();
     const auto device = cuda::device_info::current();
-    const cuda::rotate_queries<view_type> rotate(sequences, heads, q_heads, tokens, batch.view().most_segments);
-    const cuda::attend_packed<view_type, Out, Tile> attend(sequences, heads, q_heads, tokens,
-                                                           batch.view().most_segments, k, v, device);
+    const cuda::rotate_queries<view_type> rotate(sequences, heads, q_heads, tokens, batch.view().max_segments);
+    const cuda::attend_packed<view_type, Out, Tile> attend(sequences, heads, q_heads, tokens, batch.view().max_segments,
+                                                           k, v, device);
     buffer<unsigned char> rotating(rotate.workspace_bytes()), attending(attend.workspace_bytes());
     buffer<Out> out(out_rows * Dv);
     buffer<float> lse(out_rows);
@@ -186,7 +186,7 @@ struct packed_step {
 
   cuda::segment_limits limits() const {
     cuda::segment_limits made{batch.plan(0).k, batch.plan(0).v, batch.plan(0).block};
-    for (index_t s = 0; s < batch.view().most_segments; ++s) {
+    for (index_t s = 0; s < batch.view().max_segments; ++s) {
       const segment_plan& plan = batch.plan(s);
       widen(made.k, plan.k), widen(made.v, plan.v);
       made.alike = made.alike && plan.block == batch.plan(0).block;
@@ -205,7 +205,7 @@ struct packed_step {
   void check_decoding(index_t block, index_t budget) {
     using view_type = typename packed_batch<T, D, Dv>::view_type;
     const index_t heads = batch.heads(), q_heads = heads * group, sequences = batch.sequences();
-    const index_t most = batch.view().most_segments;
+    const index_t most = batch.view().max_segments;
     index_t capacity = 0;
     for (index_t s = 0; s < most; ++s) capacity += batch.plan(s).rows;
     auto known = limits();
@@ -292,8 +292,8 @@ struct packed_step {
   void check_scores(row_reduction reduce) {
     using view_type = typename packed_batch<T, D, Dv>::view_type;
     const index_t heads = batch.heads(), sequences = batch.sequences(), capacity = most_blocks() + 3;
-    const cuda::rotate_queries<view_type> rotate(sequences, heads, heads * group, tokens, batch.view().most_segments);
-    const cuda::score_blocks<view_type> score(most_blocks(), batch.view().most_segments);
+    const cuda::rotate_queries<view_type> rotate(sequences, heads, heads * group, tokens, batch.view().max_segments);
+    const cuda::score_blocks<view_type> score(most_blocks(), batch.view().max_segments);
     buffer<unsigned char> rotating(rotate.workspace_bytes());
     buffer<float> scores(std::size_t(sequences * heads) * std::size_t(capacity));
     buffer<index_t> units(std::size_t(sequences) * std::size_t(heads));

@@ -127,7 +127,7 @@ struct trial<problem<T, D, listed>, Scorer> {
     const bool fold = random.chance(0.5);
     if (fold && joined > 0) pages.fold(device.view(), device.index(), device.plans.data, joined, nullptr);
 
-    const offset_t stride = choose.most_chosen() + random.pick({0, 3});
+    const offset_t stride = choose.max_chosen() + random.pick({0, 3});
     buffer<index_t> out(std::size_t(made.rows() * stride)), counts(std::size_t(made.rows()));
     buffer<float> mass(std::size_t(made.rows() * made.group * made.tokens));
     buffer<unsigned char> workspace(choose.workspace_bytes());

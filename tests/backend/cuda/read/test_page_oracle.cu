@@ -54,7 +54,7 @@ class sample {
     if (alone_) device.multiprocessors = 1;
     choose_.emplace(scorers_[0], unit_, bounds_, kv_.sequences, kv_.kv_heads, q_heads(), most_tokens_, device);
     for (const read_plan& plan : plans_) choose_->require_covered(plan);
-    stride_ = choose_->most_chosen() + spare_;
+    stride_ = choose_->max_chosen() + spare_;
   }
 
   void place(memory& at) {

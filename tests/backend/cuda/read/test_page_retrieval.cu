@@ -97,7 +97,7 @@ TEST_CASE("a captured choice follows a cache that grows, and plans that change",
   const cuda::choose_pages<view_type, hybrid_min_max> choose(scorers[0], selection_unit::token, bounds,
                                                              made.kv.sequences, made.kv.kv_heads, made.q_heads(), 1,
                                                              cuda::device_info::current());
-  const offset_t stride = choose.most_chosen();
+  const offset_t stride = choose.max_chosen();
   buffer<index_t> out(std::size_t(made.rows() * stride)), counts(std::size_t(made.rows()));
   buffer<unsigned char> workspace(choose.workspace_bytes());
   cuda::page_problem<view_type> p;

@@ -41,7 +41,7 @@ struct case_of_sizes {
   }
   view_type view() const {
     view_type made;
-    made.segments = d_segments.data, made.counts = d_counts.data, made.most_segments = most;
+    made.segments = d_segments.data, made.counts = d_counts.data, made.max_segments = most;
     made.whole.sequences = sequences, made.whole.kv_heads = heads;
     return made;
   }
@@ -69,7 +69,7 @@ void compare(const case_of_sizes& of, index_t tokens, int kind) {
     sizes[std::size_t(b)] = of.sizes(b, begins[std::size_t(b)]);
     capacity = std::max(capacity, ceil_div(index_t(sizes[std::size_t(b)].size()), 4) * 4);
   }
-  const index_t read = std::min(cuda::trim_blocks<view_type>::most_chosen(tokens, 4, of.most), capacity);
+  const index_t read = std::min(cuda::trim_blocks<view_type>::max_chosen(tokens, 4, of.most), capacity);
   std::vector<float> scores(std::size_t(lanes * capacity));
   std::vector<index_t> units;
   for (index_t lane = 0; lane < lanes; ++lane) {

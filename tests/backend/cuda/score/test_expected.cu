@@ -61,7 +61,7 @@ void compare_sums() {
     const index_t least = draw(0, 6);
     index_t next = draw(0, 2) ? 0 : 5000;
     for (int chunk = 0; chunk < 2; ++chunk) next += both.add(index_t(draw(1, 130)), next, least, 1.5f);
-    const query_statistics expected = both.host.view(), got = both.device.of(1, nullptr);
+    const query_statistics expected = both.host.view(), got = both.device.statistics(1, nullptr);
     const std::size_t heads = std::size_t(both.heads);
     const auto counts = both.downloaded(got.counts, heads);
     const auto sums = both.downloaded(got.sums, heads * D), products = both.downloaded(got.products, heads * D * D);
@@ -76,10 +76,10 @@ void compare_sums() {
         }
       }
     }
-    const query_statistics other = both.device.of(0, nullptr);
+    const query_statistics other = both.device.statistics(0, nullptr);
     REQUIRE(both.downloaded(other.counts, heads) == std::vector<offset_t>(heads, 0));
     both.device.forget(1);
-    const auto forgotten = both.device.of(1, nullptr);
+    const auto forgotten = both.device.statistics(1, nullptr);
     REQUIRE(both.downloaded(forgotten.products, heads * D * D) == std::vector<double>(heads * D * D, 0.0));
   }
 }

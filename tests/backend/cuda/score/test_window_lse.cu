@@ -17,8 +17,8 @@ struct attended_window {
   buffer<float> device_lse{lse};
   cuda::query_window<bf16> window{3, longest, q_heads, dim};
 
-  attended_window() { window.remember(1, asked(), nullptr); }
-  rows_view<const bf16> asked() const { return nhd_rows<const bf16>(device_q.data, tokens, q_heads, dim); }
+  attended_window() { window.remember(1, queries(), nullptr); }
+  rows_view<const bf16> queries() const { return nhd_rows<const bf16>(device_q.data, tokens, q_heads, dim); }
   rows_view<float> all_lse() const { return nhd_rows(device_lse.data, tokens, q_heads, 1); }
 };
 
@@ -33,21 +33,21 @@ TEST_CASE("a window takes the log-sum-exps of its rows, and NaN for queries that
   for (int i = 0; i < gpu_test::scaled(60, 5); ++i) {
     attended_window of;
     CAPTURE(i, of.q_heads, of.longest, of.tokens);
-    cuda::window_lse<bf16> kept(3, of.longest, of.q_heads);
+    cuda::window_lse<bf16> stored(3, of.longest, of.q_heads);
     const std::vector<float> expected(of.lse.end() - std::ptrdiff_t(of.rows * of.q_heads), of.lse.end());
-    kept.take(1, of.window, of.asked(), of.all_lse(), nullptr);
-    REQUIRE(same_bits(values(kept.of(1, of.rows)), expected));
+    stored.store(1, of.window, of.queries(), of.all_lse(), nullptr);
+    REQUIRE(same_bits(values(stored.lse(1, of.rows)), expected));
 
     // Attention that writes the newest rows alone, of queries of which one bit is another.
     const index_t other = draw(0, of.rows * of.q_heads - 1);
     of.q[of.q.size() - (expected.size() - std::size_t(other)) * of.dim + std::size_t(draw(0, of.dim - 1))].bits ^= 1;
     of.device_q.set(of.q);
-    const rows_view<float> room = kept.room(of.tokens);
-    REQUIRE(room.tokens == of.rows);
-    cuda::check(cudaMemcpy(room.data, expected.data(), expected.size() * sizeof(float), cudaMemcpyHostToDevice),
+    const rows_view<float> output = stored.output(of.tokens);
+    REQUIRE(output.tokens == of.rows);
+    cuda::check(cudaMemcpy(output.data, expected.data(), expected.size() * sizeof(float), cudaMemcpyHostToDevice),
                 "copy");
-    kept.take(1, of.window, of.asked(), room, nullptr);
-    const auto got = values(kept.of(1, of.rows));
+    stored.store(1, of.window, of.queries(), output, nullptr);
+    const auto got = values(stored.lse(1, of.rows));
     for (std::size_t r = 0; r < got.size(); ++r) {
       if (index_t(r) == other) REQUIRE(std::isnan(got[r]));
       if (index_t(r) != other) REQUIRE(got[r] == expected[r]);
@@ -58,25 +58,25 @@ TEST_CASE("a window takes the log-sum-exps of its rows, and NaN for queries that
 TEST_CASE("a window knows no log-sum-exps of rows that attention has not gone over", "[gpu]") {
   if (gpu_missing()) return;
   attended_window of;
-  cuda::window_lse<bf16> kept(3, of.longest, of.q_heads);
-  const auto known = [&](index_t place, index_t rows) { return kept.of(place, rows).data != nullptr; };
+  cuda::window_lse<bf16> stored(3, of.longest, of.q_heads);
+  const auto known = [&](index_t place, index_t rows) { return stored.lse(place, rows).data != nullptr; };
   const auto take = [&](const rows_view<const bf16>& attended, index_t place = 1) {
-    kept.take(place, of.window, attended, of.all_lse(), nullptr);
+    stored.store(place, of.window, attended, of.all_lse(), nullptr);
   };
   REQUIRE(!known(1, of.rows));
-  take(of.asked());
+  take(of.queries());
   REQUIRE(known(1, of.rows));
   REQUIRE(!known(1, of.rows + 1));  // the window has grown
   REQUIRE(!known(1, 0));            // or has been emptied
   REQUIRE(!known(2, of.rows));
-  take(of.asked(), 2);  // a window without rows
+  take(of.queries(), 2);  // a window without rows
   REQUIRE(!known(2, of.rows));
-  auto fewer = of.asked();
+  auto fewer = of.queries();
   fewer.tokens = of.rows - 1;
   take(fewer);  // a shorter call of attention than the window
   REQUIRE(!known(1, of.rows));
-  take(of.asked());
-  kept.forget(1);
+  take(of.queries());
+  stored.forget(1);
   REQUIRE(!known(1, of.rows));
   cuda::check(cudaDeviceSynchronize(), "take_lse");
 }

@@ -19,7 +19,8 @@ inline packed_format format_of(packed_element element, index_t channels, index_t
   return {element, channels, group, kept, own_bits};
 }
 
-/// Random rows [count, dim] whose energy gathers in few directions, as keys' does: channel c of a mixed basis shrinks with c.
+/// Random rows [count, dim] whose energy gathers in few directions, as keys' does: channel c of a mixed basis shrinks
+/// with c.
 template <class T>
 std::vector<T> gathered_rows(std::size_t count, int dim) {
   const auto directions = normal<float>(std::size_t(dim) * std::size_t(dim));
@@ -150,7 +151,8 @@ struct segment_plan {
   bool rotated = true;
 };
 
-/// Segments of a batch, packed on the device of random rows. All sequences have segments of the same plans, and `counts` of them.
+/// Segments of a batch, packed on the device of random rows. All sequences have segments of the same plans, and
+/// `counts` of them.
 template <class T, int D, int Dv = D>
 class packed_batch {
  public:
@@ -173,7 +175,7 @@ class packed_batch {
     view_type made;
     made.segments = d_table_->data;
     made.counts = d_counts_.data;
-    made.most_segments = index_t(plans_.size());
+    made.max_segments = index_t(plans_.size());
     made.whole = tails_.view();
     return made;
   }
@@ -269,9 +271,10 @@ class packed_batch {
     buffer<index_t> bad(static_cast<std::size_t>(heads_));
     const cuda::find_bases find_k(D, device), find_v(Dv, device);
     buffer<unsigned char> k_work(find_k.workspace_bytes(heads_)), v_work(find_v.workspace_bytes(heads_));
-    find_k.run(sums, offset_t(moments::each), heads_, plan.k.channels, made.d_k->data, bad.data, k_work.data, nullptr);
-    find_v.run(sums + D * D, offset_t(moments::each), heads_, plan.v.channels, made.d_v->data, bad.data, v_work.data,
+    find_k.run(sums, offset_t(moments::lane_floats), heads_, plan.k.channels, made.d_k->data, bad.data, k_work.data,
                nullptr);
+    find_v.run(sums + D * D, offset_t(moments::lane_floats), heads_, plan.v.channels, made.d_v->data, bad.data,
+               v_work.data, nullptr);
     cuda::check(cudaDeviceSynchronize(), "bases");
   }
   std::unique_ptr<made_segment> make(const segment_plan& plan, const cuda::device_info& device) const {
@@ -309,7 +312,7 @@ class packed_batch {
                              made->k_set ? made->k_set->data : nullptr, made->v_set ? made->v_set->data : nullptr);
     buffer<cuda::device_segment> table(std::vector<cuda::device_segment>{made->on_device});
     buffer<index_t> one(std::vector<index_t>{1});
-    view.segments = table.data, view.counts = one.data, view.most_segments = 1;
+    view.segments = table.data, view.counts = one.data, view.max_segments = 1;
     cuda::encode_problem<view_type> problem;
     problem.view = view;
     problem.count = plan.rows;

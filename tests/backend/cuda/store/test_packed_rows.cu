@@ -7,8 +7,8 @@ using namespace gpu_test;
 
 namespace {
 
-/// [dim, dim] of eigenvectors' residuals: the largest |A v - l v| over the trace, the largest |v_i . v_j - (i == j)|, and whether
-/// eigenvalues fall and signs are as promised.
+/// [dim, dim] of eigenvectors' residuals: the largest |A v - l v| over the trace, the largest |v_i . v_j - (i == j)|,
+/// and whether eigenvalues fall and signs are as promised.
 struct basis_errors {
   double residual = 0, orthogonality = 0;
   bool ordered = true, signs = true;
@@ -66,13 +66,13 @@ void check_moments(index_t sequences, index_t heads, index_t first, index_t coun
   buffer<unsigned char> work(moments::workspace_bytes(index_t(lanes), count));
   work.fill(0xff);
   const float* sums = moments().run(view, first, count, work.data, nullptr);
-  const auto got = cuda::downloaded(sums, lanes * moments::each);
+  const auto got = cuda::downloaded(sums, lanes * moments::lane_floats);
   double worst = 0;
   for (std::size_t lane = 0; lane < lanes; ++lane) {
     const index_t b = index_t(lane) / heads, h = index_t(lane) % heads;
     for (const bool keys : {true, false}) {
       const int dim = keys ? D : Dv;
-      const float* matrix = got.data() + lane * moments::each + (keys ? 0 : std::size_t(D) * D);
+      const float* matrix = got.data() + lane * moments::lane_floats + (keys ? 0 : std::size_t(D) * D);
       numbers right(std::size_t(dim) * std::size_t(dim), 0.0);
       for (index_t i = first; i < first + count; ++i) {
         const T* x = keys ? rows.key(b, h, i) : rows.value(b, h, i);
@@ -154,7 +154,7 @@ void check_packing(const segment_plan& plan) {
     buffer<cuda::device_segment> table(std::vector<cuda::device_segment>{segment});
     buffer<index_t> one(std::vector<index_t>{1});
     cuda::encode_problem<view_type> problem;
-    problem.view.segments = table.data, problem.view.counts = one.data, problem.view.most_segments = 1;
+    problem.view.segments = table.data, problem.view.counts = one.data, problem.view.max_segments = 1;
     problem.view.whole = rows.view();
     for (const index_t piece : pieces) {
       buffer<index_t> counts(std::vector<index_t>{piece});  // read on the device
@@ -212,7 +212,7 @@ void check_packing(const segment_plan& plan) {
   const cuda::segment_memory other(plan.k, plan.v, plan.block, heads, plan.rows + 3);
   CHECK(differences(packed_in(pieces, other, 3)) == 0);
   // So it is where more segments are packed at once than a launch takes, and in two calls.
-  constexpr index_t many = cuda::problem_list<int>::most + 3;
+  constexpr index_t many = cuda::problem_list<int>::capacity + 3;
   std::vector<std::unique_ptr<cuda::segment_memory>> memories;
   std::vector<cuda::device_segment> made;
   for (index_t i = 0; i < many; ++i) {
@@ -225,7 +225,7 @@ void check_packing(const segment_plan& plan) {
     std::vector<cuda::encode_problem<view_type>> problems;
     for (index_t i = 0; i < many; ++i) {
       cuda::encode_problem<view_type> problem;
-      problem.view.segments = table.data + i, problem.view.counts = ones.data + i, problem.view.most_segments = 1;
+      problem.view.segments = table.data + i, problem.view.counts = ones.data + i, problem.view.max_segments = 1;
       problem.view.whole = rows.view();
       problem.first = first, problem.count = first == 0 ? step : plan.rows - step;
       problems.push_back(problem);
@@ -236,7 +236,8 @@ void check_packing(const segment_plan& plan) {
   for (const index_t i : {0, many - 4, many - 3, many - 1}) CHECK(differences(made[std::size_t(i)]) == 0);
 }
 
-/// Rows as they are whose energies tie, vanish, overflow or are no numbers: the device packs what the host packs, to the bit.
+/// Rows as they are whose energies tie, vanish, overflow or are no numbers: the device packs what the host packs, to
+/// the bit.
 template <class T, int D>
 void check_special_rows(packed_element element, index_t channels, index_t group, index_t kept, bool by_warps) {
   const packed_format format = format_of(element, channels, group, kept);
@@ -266,7 +267,7 @@ void check_special_rows(packed_element element, index_t channels, index_t group,
   buffer<index_t> one(std::vector<index_t>{1});
   using view_type = cuda::packed_view<typename whole_rows<T, D, D>::view_type>;
   cuda::encode_problem<view_type> problem;
-  problem.view.segments = table.data, problem.view.counts = one.data, problem.view.most_segments = 1;
+  problem.view.segments = table.data, problem.view.counts = one.data, problem.view.max_segments = 1;
   buffer<index_t> counts(std::vector<index_t>{count});
   problem.view.whole = rows.view();
   problem.count = by_warps ? count : many_rows, problem.counts = counts.data;

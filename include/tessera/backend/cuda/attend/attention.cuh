@@ -1,4 +1,4 @@
-// The attention of a cache on the device: prompt chunks and decode steps over the views that its store hands out.
+// The attention of a cache on the device: prompt chunks and decode steps over the views of its store.
 #pragma once
 
 #include <algorithm>
@@ -18,13 +18,13 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// `AllView` is what a store hands out, `ReadView` what steps may read of it: often the same.
+/// `AllView` is the view of everything that is stored, `ReadView` that of what steps may read: often the same.
 template <class AllView, class ReadView, class Out>
 class attention {
   template <class View>
   struct step_operation {
     decode_attention<View, Out> run;
-    device_buffer<unsigned char> scratch;  // zeros, which is what its counters begin with
+    device_buffer<unsigned char> scratch;  // zeros: its counters begin with 0
     step_operation(const model_shape& shape, index_t q_heads, const cache_options& options, const device_info& device)
         : run(options.sequences, shape.kv_heads, q_heads, options.step_tokens, device),
           scratch(run.workspace_bytes()) {}
@@ -51,7 +51,7 @@ class attention {
   void step(const decode_problem<ReadView, Out>& problem, cudaStream_t stream) const {
     read_.run.run(problem, read_.scratch.data(), stream);
   }
-  /// Over everything, where steps otherwise read a view of candidates.
+  /// A step over everything, where steps otherwise read a view of candidates.
   void step(const decode_problem<AllView, Out>& problem, cudaStream_t stream) const requires(!alike) {
     all_.run.run(problem, all_.scratch.data(), stream);
   }
@@ -63,8 +63,9 @@ class attention {
   std::conditional_t<alike, none, step_operation<AllView>> all_;
 };
 
-/// A first prompt, and layers that never pack, are attended as plain rows are. A later turn's prompt attends to
-/// segments and whole rows by the step's kernel, a few tokens at a time; so do steps that read everything.
+/// Attention over packed rows. A first prompt, and layers that never pack, are attended like plain rows. A later turn's
+/// prompt attends to segments and whole rows by the step's kernel, a few tokens at a time; so do steps that read
+/// everything.
 template <class Whole, class Out>
 class attention<packed_view<Whole>, packed_view<Whole>, Out> {
   using view_type = packed_view<Whole>;
@@ -99,9 +100,9 @@ class attention<packed_view<Whole>, packed_view<Whole>, Out> {
             const Recipe& recipe)
       : plain_(shape, reading_heads, options, device, recipe),
         prompt_(shape, 1, (std::max<index_t>)(1, rows_at_once / (shape.q_heads / shape.kv_heads)),
-                most_segments(recipe.layout, options.tokens), recipe.layout, device) {
+                max_segments(recipe.layout, options.tokens), recipe.layout, device) {
     if constexpr (!Recipe::retrieve_type::retrieves) {
-      step_.emplace(shape, options.sequences, options.step_tokens, most_segments(recipe.layout, options.tokens),
+      step_.emplace(shape, options.sequences, options.step_tokens, max_segments(recipe.layout, options.tokens),
                     recipe.layout, device);
     }
   }
@@ -119,7 +120,7 @@ class attention<packed_view<Whole>, packed_view<Whole>, Out> {
     }
   }
   void step(const decode_problem<view_type, Out>& p, cudaStream_t stream) const {
-    if (p.view.most_segments == 0) {
+    if (p.view.max_segments == 0) {
       plain_.step(decode_problem<Whole, Out>{p.view.whole, p.q, p.first_position, p.rule, p.out, p.lse, {}}, stream);
     } else if (step_) {
       step_->run({p.view, p.q, p.first_position, p.rule, p.out, p.lse, {}, 1}, stream);
@@ -129,7 +130,7 @@ class attention<packed_view<Whole>, packed_view<Whole>, Out> {
  private:
   attention<Whole, Whole, Out> plain_;
   operation prompt_;
-  std::optional<operation> step_;  // of recipes whose steps read everything; others attend where they choose
+  std::optional<operation> step_;  // for recipes whose steps read everything; others attend after their choice
   device_buffer<index_t> position_{1};
 };
 

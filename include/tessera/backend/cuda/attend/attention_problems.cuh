@@ -9,7 +9,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// What a decode step reads and writes; every pointer is a device pointer, every length is read on the device.
+/// The input and output of a decode step. Every pointer is a device pointer; lengths are read on the device.
 /// `Out` is float, bf16 or fp16.
 template <class View, class Out = float>
 struct decode_problem {
@@ -21,10 +21,10 @@ struct decode_problem {
   rows_view<Out> out;     ///< [sequences, tokens, q_heads, v_dim]
   rows_view<float> lse;   ///< [sequences, tokens, q_heads]; data null: not wanted
   selection_view chosen;  ///< row = sequence * kv_heads + head; indices null: everything stored
-  index_t usual_row = 0;  ///< tokens that a row usually has, a hint alone; 0: the stride of `chosen`, or not known
+  index_t usual_row = 0;  ///< tokens that a row usually has, only a hint; 0: the stride of `chosen`, or not known
 };
 
-/// What a prompt chunk reads and writes; every pointer is a device pointer, every length is read on the device.
+/// The input and output of a prompt chunk. Every pointer is a device pointer; lengths are read on the device.
 template <class View, class Out = float>
 struct prefill_problem {
   using T = typename View::element_type;
@@ -41,7 +41,7 @@ struct prefill_problem {
   }
 };
 
-/// What a decode step over packed rows reads and writes; every pointer is a device pointer, every length is read on the
+/// The input and output of a decode step over packed rows. Every pointer is a device pointer; lengths are read on the
 /// device.
 template <class View, class Out>
 struct packed_problem {
@@ -55,8 +55,8 @@ struct packed_problem {
   selection_view
       chosen;  ///< of units, row = sequence * kv_heads + head; indices null: everything; whole rows are always read
   index_t unit = 1;  ///< rows of a unit, 0: of each segment's block; every segment begins with a new one
-  /// [sequences * kv_heads, most_segments + 1], where each segment's units begin in `chosen`, so that splits are
-  /// equally long though units are not; null: all units count alike.
+  /// [sequences * kv_heads, max_segments + 1], where each segment's units begin in `chosen`. With it splits are equally
+  /// long although units are not; null: all units count alike.
   const index_t* chosen_begins = nullptr;
 };
 

@@ -15,12 +15,12 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Parts of one launch: a lane of a warp holds the weight of one.
-inline constexpr int most_parts = 32;
+/// Parts of one launch. A lane of a warp holds the weight of one part.
+inline constexpr int max_parts = 32;
 
 template <class Out>
 struct merge_problem {
-  attention_part parts[most_parts];
+  attention_part parts[max_parts];
   int count;
   const float* sink_logits;  // [q_heads], or null
   rows_view<Out> out;
@@ -33,7 +33,8 @@ __device__ __forceinline__ void write_four(Out* to, const float4& x) {
   *reinterpret_cast<uint2*>(to) = make_uint2(pack_pair<Out>(x.x, x.y), pack_pair<Out>(x.z, x.w));
 }
 
-/// A warp merges one row. The output may be one of the parts: a lane writes what it alone has read, and the lse last.
+/// A warp merges one row. The output may be one of the parts: a lane writes only what it alone has read, and lse is
+/// written last.
 template <int Dim, class Out>
 __global__ void __launch_bounds__(128) merge_entry(const __grid_constant__ merge_problem<Out> p) {
   constexpr int at_once = 4, fours = (Dim / 4 + 31) / 32;
@@ -127,7 +128,7 @@ void merge_parts(std::span<const attention_part> parts, const float* sink_logits
                  const rows_view<float>& lse, cudaStream_t stream) {
   static_assert(Dim % 4 == 0, "tessera: merge_parts takes rows of a multiple of 4 elements");
   static_assert(element<Out>, "tessera: merge_parts writes float, fp16 or bf16");
-  using detail::most_parts;
+  using detail::max_parts;
   require_dim(out, Dim, "out");
   require(out.sequences >= 0 && out.tokens >= 0 && out.heads >= 0, "out [sequences, tokens, q_heads]",
           detail::shape_of(out), "at least 0 each", "pass the shape of the attended rows");
@@ -142,16 +143,16 @@ void merge_parts(std::span<const attention_part> parts, const float* sink_logits
     require(part.lse.data != nullptr, "lse of a part", "null", "device memory",
             "ask attention for the lse of each part");
   }
-  const bool several = parts.size() > std::size_t(most_parts);
+  const bool several = parts.size() > std::size_t(max_parts);
   require(!several || (std::is_same_v<Out, float> && lse.data), "parts", parts.size(),
-          "at most " + std::to_string(most_parts) + " without fp32 outputs and lse",
+          "at most " + std::to_string(max_parts) + " without fp32 outputs and lse",
           "merge some of them into fp32 rows, which are a part again");
   const auto entry = detail::merge_entry<Dim, Out>;
   static const bool overlapping = can_overlap(entry);
   detail::merge_problem<Out> problem{{}, 0, nullptr, out, lse};
   // The first round fills the outputs, and each later one takes them as its first part.
   do {
-    const std::size_t some = (std::min)(parts.size(), std::size_t(most_parts - problem.count));
+    const std::size_t some = (std::min)(parts.size(), std::size_t(max_parts - problem.count));
     std::copy_n(parts.begin(), some, problem.parts + problem.count);
     problem.count += int(some);
     parts = parts.subspan(some);

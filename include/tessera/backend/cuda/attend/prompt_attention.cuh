@@ -1,4 +1,4 @@
-// What a recipe's prompts attend on the device: everything, or the lines that its prefill policy chooses.
+// The attention of a recipe's prompts on the device: over everything, or along the lines of its prefill policy.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Adds the bits of a chunk's columns to those of all prompts of the conversation: y a query head.
+/// Adds the bits of a chunk's columns to those of all prompts of the conversation. blockIdx.y: a query head.
 template <int Threads>
 __global__ void __launch_bounds__(Threads) add_columns_entry(line_tables chunk, std::uint32_t* to, index_t words) {
   const index_t word = index_t(blockIdx.x * Threads + threadIdx.x), q_head = blockIdx.y;
@@ -24,11 +24,11 @@ __global__ void __launch_bounds__(Threads) add_columns_entry(line_tables chunk, 
 
 }  // namespace detail
 
-/// What both kinds answer; this one attends everything.
+/// Attends everything. Both kinds have these calls:
 ///   open(id, stream)                                               an empty sequence
-///   copy(from, to, stream)                                         what prompts of another one left to be read
+///   copy(from, to, stream)                                         the columns that another one's prompts left
 ///   attend(owner, recipe, problem, first, attention, stream)       a chunk's rows, the first at position `first`
-///   columns(layer)                                                 what prompts leave to be read
+///   columns(layer)                                                 the columns that prompts leave for steps
 ///   trace(on), lines(owner)                                        the lines of the last chunk that was traced
 template <class Recipe, class View, class Out, bool ChoosesLines = Recipe::prefill_type::chooses_lines>
 class prompt_attending {
@@ -50,10 +50,11 @@ class prompt_attending {
   prompt_lines none_;
 };
 
-/// Along lines, chosen anew for every chunk. One layer's tables serve all: calls follow each other on a stream.
-/// Memory   tables and scratch of choosing for `options.tokens` positions, and where decoding reads columns, a bit a
-///          token for every layer, sequence and query head. A conversation that becomes longer than that, because
-///          it drops tokens, makes them anew, twice as large: that call allocates and waits for the device.
+/// Attends along lines, chosen anew for every chunk. All layers share one set of tables: calls follow each other on a
+/// stream.
+/// Memory   tables and scratch of the choice for `options.tokens` positions. Where decoding reads columns, also a bit a
+///          token for every layer, sequence and query head. A conversation that drops tokens may become longer: it
+///          makes them anew, twice as large, in a call that allocates and waits for the device.
 template <class Recipe, class View, class Out>
 class prompt_attending<Recipe, View, Out, true> {
   using pattern_type = typename Recipe::prefill_type;
@@ -80,8 +81,8 @@ class prompt_attending<Recipe, View, Out, true> {
         lines_(shape.layers) {
     lines_.open(options.sequences - 1);
     recipe.prefill.sample(0, options.tokens, sampled_);  // the longest chunk has the most rows
-    most_rows_ = index_t(sampled_.size());
-    tools_.make(shape_, options.tokens, most_rows_, device_);
+    max_rows_ = index_t(sampled_.size());
+    tools_.make(shape_, options.tokens, max_rows_, device_);
   }
 
   void open(index_t id, cudaStream_t stream) {
@@ -106,13 +107,13 @@ class prompt_attending<Recipe, View, Out, true> {
     const index_t next = first + problem.q.tokens;
     if (!tools_ || next > (*tools_).choose.positions()) {
       check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // the old tables may still be read
-      tools_.make(shape_, tools_ ? (std::max)(next, 2 * (*tools_).choose.positions()) : next, most_rows_, device_);
+      tools_.make(shape_, tools_ ? (std::max)(next, 2 * (*tools_).choose.positions()) : next, max_rows_, device_);
     }
     sampled_.clear();
     recipe.prefill.sample(first, next, sampled_);
     const line_tables tables = (*tools_).choose.run(recipe.prefill, {problem.view, problem.q, first, problem.rule},
                                                     sampled_, (*tools_).scratch.data(), stream);
-    // What choosing needed is free again.
+    // The scratch of the choice is free now.
     attend_.run(problem, tables, scratch_.data(), stream, {(*tools_).scratch.data(), (*tools_).scratch.bytes()});
     if (words_ > 0) {
       const dim3 grid{unsigned(ceil_div(words_, 128)), unsigned(shape_.q_heads)};
@@ -134,7 +135,7 @@ class prompt_attending<Recipe, View, Out, true> {
     return columns_.data() + (offset_t(owner.layer) * sequences_ + owner.id) * shape_.q_heads * words_;
   }
 
-  /// Tables as the host has lines. Synchronises.
+  /// Tables as lines of the host. Synchronises.
   prompt_lines downloaded_lines(const View& view, const line_tables& tables, index_t first, index_t next) const {
     prompt_lines result;
     result.first = first, result.next = next, result.dense_from = next - tables.dense_rows;
@@ -165,10 +166,10 @@ class prompt_attending<Recipe, View, Out, true> {
   line_attention<View, Out> attend_;
   device_buffer<unsigned char> scratch_;
   made_on_demand<tools> tools_;
-  index_t most_rows_ = 0;
+  index_t max_rows_ = 0;
   host_vector<index_t> sampled_;
-  index_t sequences_, words_;             // words of a row of columns; 0: nobody reads them
-  device_buffer<std::uint32_t> columns_;  // [layers, sequences, q_heads, words], by place: those of all prompts
+  index_t sequences_, words_;             // words of a row of columns; 0: they are not read
+  device_buffer<std::uint32_t> columns_;  // [layers, sequences, q_heads, words], by entry: those of all prompts
   bool tracing_ = false;
   sequence_table<prompt_lines> lines_;  // of the last chunk that was traced
 };

@@ -23,7 +23,7 @@ inline constexpr int allot_levels = 3;          // 11, 11 and 10 bits of the ord
 inline constexpr int allot_bins = 2048;         // of a level; the last uses half
 inline constexpr index_t allot_portion = 8192;  // scores that pay for a block's histogram
 
-/// What a head keeps in the end: its share, within what it must and what it can keep.
+/// How many tokens a head keeps: its share, at least its tail, at most what it stores.
 __device__ inline index_t kept_of(index_t share, index_t tail, index_t tokens) {
   return (min)((max)(share, (min)(tail, tokens)), tokens);
 }
@@ -35,7 +35,7 @@ __device__ Budget budget_of(Budget policy, const score_rows& in, index_t sequenc
   return policy;
 }
 
-/// Which layer of how many is asked about.
+/// A layer, and how many layers there are.
 struct layer_of {
   index_t layer, layers;
 };
@@ -46,7 +46,7 @@ __device__ bool all_fit(const score_rows& in, index_t sequence, const Budget& po
       policy, layer_extent{asked.layer, asked.layers, in.kv_heads, in.protected_tail(sequence), in.longest(sequence)});
 }
 
-/// One thread a row: shares that depend on lengths alone.
+/// Shares that depend on lengths alone; one thread a row.
 template <class Budget>
 __global__ void __launch_bounds__(128)
     allot_by_length_entry(const __grid_constant__ score_rows in, Budget of_all, layer_of asked, index_t* counts) {
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(128)
 
 /// Progress of one sequence's selection over all of its heads.
 struct allot_state {
-  unsigned prefix;     // leading bits of the score that the last place goes to
-  unsigned remaining;  // places among scores with that prefix
+  unsigned prefix;     // leading bits of the score that wins last
+  unsigned remaining;  // winners left among scores with that prefix
   unsigned arrived;    // blocks of this level that are done
   unsigned settled;    // nothing to select: everything or nothing wins
 };
@@ -77,12 +77,12 @@ struct allot_state {
 struct allot_scratch {
   unsigned* bins;      // [levels, rows, allot_bins]
   allot_state* state;  // [sequences]
-  unsigned* won;       // [rows], places won for certain
+  unsigned* won;       // [rows], certain winners
 };
 
-/// One level of the selection of the best kv_heads * base candidates of a sequence: every block counts its scores by
-/// the level's bits, and the block that arrives last finds which value of them the last place falls on. Histograms are
-/// kept by head, so the winners of each head are known when the last level is, without another pass.
+/// One level of the selection of the best kv_heads * base candidates of a sequence. Every block counts its scores by
+/// the level's bits. The block that arrives last finds the bits of the last winner. Histograms are by head, so the last
+/// level gives the winners of each head without another pass.
 template <class Budget, int Level>
 __global__ void __launch_bounds__(allot_threads)
     allot_by_score_entry(const __grid_constant__ score_rows in, Budget of_all, layer_of asked, allot_scratch scratch,
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(allot_threads)
     for (index_t h = 0; h < heads; ++h) of_bin[j] += __ldcg(&all_bins[offset_t(first_row + h) * allot_bins + bin]);
     mine += of_bin[j];
   }
-  unsigned above = scan.before(mine);
+  unsigned above = scan.exclusive_sum(mine);
 #pragma unroll
   for (int j = 0; j < each; ++j) {
     if (above < remaining && remaining <= above + of_bin[j]) {
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(allot_threads)
     state.prefix = Level == 0 ? chosen : (Level == 1 ? prefix << 11 | chosen : 0);
     state.remaining = left;
     if (Level == 2) {
-      // Scores equal to the last one that wins: the lower head first; slots inside a head do not change its count.
+      // Scores equal to the last winner: the lower head first. Slots within a head do not change its count.
       for (index_t h = 0; h < heads; ++h) {
         const unsigned equal = (min)(left, __ldcg(&all_bins[offset_t(first_row + h) * allot_bins + chosen]));
         left -= equal;
@@ -197,13 +197,13 @@ __global__ void __launch_bounds__(allot_threads)
 
 }  // namespace detail
 
-/// A budget whose numbers by layer and kv_head are the caller's memory.
+/// A budget whose table of numbers by layer and kv_head lies in the caller's memory.
 template <class B>
 concept tabled_budget = requires(B b) {
   { b.table() } -> std::same_as<share_table&>;
 };
 
-/// A budget's table in device memory, copied once; nothing for a budget that has none.
+/// A budget's table in device memory, copied once. Empty for a budget without one.
 template <class Budget>
 class budget_table {
  public:
@@ -222,7 +222,7 @@ class budget_table<Budget> {
     check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // streams of the caller's do not wait for it
   }
 
-  /// The budget as kernels read it: its table is on the device.
+  /// The budget with its table on the device, as kernels read it.
   Budget on_device(Budget budget) const {
     share_table& table = budget.table();
     require(table.data == given_.data && table.layers == given_.layers && table.kv_heads == given_.kv_heads,
@@ -238,10 +238,10 @@ class budget_table<Budget> {
 };
 
 /// How many tokens every (sequence, kv_head) keeps, as cpu::choose_kept counts them: the budget's share, at least the
-/// protected tail, at most what is stored; all of a sequence in which no head exceeds the budget.
+/// protected tail, at most what is stored. A sequence in which no head exceeds the budget keeps everything.
 ///
 /// Shapes   counts [sequences, kv_heads] on the device. Same counts as the host's policies, ties and rounding included.
-/// Errors   a table that is not the one of the budget that this was made with: tessera::error.
+/// Errors   another table than that of the budget that this was made with: tessera::error.
 /// Cost     a length_budget: one small launch. A winners_budget: three reads of the scores, four launches; integer
 ///          atomics only.
 template <class Budget>
@@ -250,7 +250,7 @@ class allot {
   static constexpr bool by_score = !length_budget<Budget>;
 
  public:
-  /// `budget`: whose table, if it has one, goes to the device.
+  /// `budget`: its table, if it has one, is copied to the device.
   allot(index_t sequences, index_t kv_heads, index_t capacity, const device_info& device, const Budget& budget = {})
       : sequences_(sequences), rows_(sequences * kv_heads), capacity_(capacity), table_(budget) {
     require(rows_ >= 1 && rows_ <= 65535, "sequences * kv_heads", rows_, "1 to 65535", "split the batch");

@@ -32,6 +32,7 @@ class settled_layers {
   void end_chunk(sequence_layer, const store_type&, index_t) {}
   const prompt_reach* on_device(const prompt_reach&, cudaStream_t) const { return nullptr; }
 };
+/// For recipes whose choices settle a part of a prompt.
 template <class Recipe>
 class settled_layers<Recipe, true> {
   using store_type = kv_store<typename Recipe::layout_type>;
@@ -40,19 +41,19 @@ class settled_layers<Recipe, true> {
   settled_layers(const model_shape& shape, const cache_options& options)
       : order_{options.sequences}, heads_(std::size_t(shape.layers) * std::size_t(options.sequences)) {}
 
-  /// A turn's prompt begins: what a layer's heads hold now is from earlier.
+  /// Called when a turn's prompt begins: everything that a layer's heads store now is from earlier turns.
   void begin_turn(sequence_layer owner, const store_type& store) {
     settled_heads& heads = heads_[order_.index(owner)];
     heads.earlier = heads.settled = store.held_by_head(owner);
   }
-  /// A layer has chosen among what it had of a prompt: what it holds is settled but for the newest `reconsidered`
-  /// tokens.
+  /// Called when a layer has chosen among its part of a prompt: everything that it stores is settled, except the newest
+  /// `reconsidered` tokens.
   void end_chunk(sequence_layer owner, const store_type& store, index_t reconsidered) {
     settled_heads& heads = heads_[order_.index(owner)];
     heads.settled = store.held_by_head(owner);
     for (index_t& tokens : heads.settled) tokens -= reconsidered;
   }
-  const settled_heads& of(sequence_layer owner) const { return heads_[order_.index(owner)]; }
+  const settled_heads& heads(sequence_layer owner) const { return heads_[order_.index(owner)]; }
   /// Valid until the next call.
   const prompt_reach* on_device(const prompt_reach& reach, cudaStream_t stream) const {
     return set_number(reach_.data(), reach, stream);
@@ -66,14 +67,14 @@ class settled_layers<Recipe, true> {
 
 /// Chooses nothing. Every first stage has an observer and these members:
 ///   observer()                           see observe/observers.cuh
-///   fit(recipe, ...), adopt(fitted)      what another budget needs; puts it in place
-///   max_sequences(), max_kept_tokens()   of one choice, and of one head of it
+///   fit(recipe, ...), adopt(fitted)      operations for another budget; use them from now on
+///   max_sequences(), max_kept_tokens()   sequences of one choice; tokens that one head of it keeps
 ///   members()                            which query heads choose together
 ///   settled()                            how much of a prompt earlier choices have settled
 ///   count_over_model(...)                before the layers of a sequence choose: what each will keep where one
 ///                                        threshold runs over the model; synchronises then
-///   keeps_everything(...)                whether a layer keeps all that it holds, whatever the scores
-///   bound(...), bound_in_step(...)       what a choice leaves of a layer, at most
+///   keeps_everything(...)                whether a layer keeps all that it stores, whatever the scores
+///   bound(...), bound_in_step(...)       an upper bound of what a choice leaves of a layer
 ///   choose(...), choose_in_step(...)     of one sequence when its prompt, or a chunk of it, ends; of a batch in steps
 template <class Recipe, bool Chooses = Recipe::retain_type::chooses>
 class first_stage {
@@ -179,13 +180,13 @@ class first_stage<Recipe, true> {
     counts_.allot(id, store, policies, roles, stream);
   }
 
-  /// Behind `count_over_model`, in a model with one threshold.
+  /// In a model with one threshold, called after `count_over_model`.
   bool keeps_everything(sequence_layer owner, const token_bound& held, const planned<Recipe>& policies) const {
     if constexpr (Recipe::retain_type::over_model) return counts_.bound(owner.layer).total == held.total;
     return keeps_all(policies.first.budget, extent(owner.layer, held.longest, tail(owner, held, policies)));
   }
-  /// When a prompt, or a chunk of it, ends; `seen`: how much of the turn's prompt there has been. Where lengths decide,
-  /// by head.
+  /// An upper bound of what a layer keeps when a prompt, or a chunk of it, ends; by head where lengths decide. `seen`:
+  /// how much of the turn's prompt there has been.
   kept_bound bound(sequence_layer owner, const store_type& store, const planned<Recipe>& policies,
                    [[maybe_unused]] index_t seen) const {
     if constexpr (Recipe::retain_type::over_model) {
@@ -194,23 +195,23 @@ class first_stage<Recipe, true> {
       const token_bound& held = store.bound(owner);
       const layer_extent layer = extent(owner.layer, held.longest, tail(owner, held, policies));
       if constexpr (Recipe::retain_type::settles) {
-        return kept_by_lengths(policies.first.budget, layer, store.held_by_head(owner), settled_.of(owner), seen,
+        return kept_by_lengths(policies.first.budget, layer, store.held_by_head(owner), settled_.heads(owner), seen,
                                shape_.kv_heads);
       } else {
         return {bound_kept_of(policies, layer, held), {}};
       }
     }
   }
-  /// What a step leaves in place; the newest `added` tokens stay.
+  /// An upper bound of what a choice in a step leaves; the newest `added` tokens stay.
   token_bound bound_in_step(index_t layer, const token_bound& held, const planned<Recipe>& policies,
                             index_t added) const {
     const index_t kept_tail = policies.first.scorer.protected_tail(policies.first.budget.tokens);
     return bound_kept_of(policies, extent(layer, held.longest, (std::max)(added, kept_tail)), held);
   }
 
-  /// What a layer of one sequence keeps, or lets through, when its prompt ends, its next token at *next; for one member
-  /// of the group where query heads choose apart. The slots lie in this object's memory until the next call.
-  /// `reach`: what earlier choices have settled of the turn's prompt.
+  /// Chooses what a layer of one sequence keeps, or lets through, when its prompt ends; its next token will be at
+  /// *next. Where query heads choose apart, it chooses for one member of the group. The slots lie in this object's
+  /// memory until the next call. `reach`: what earlier choices have settled of the turn's prompt.
   kept_slots choose(sequence_layer owner, const store_type& store, const planned<Recipe>& policies,
                     const logit_rule& rule, const prompt_reach& reach, const index_t* next, index_t member,
                     cudaStream_t stream) {
@@ -220,8 +221,8 @@ class first_stage<Recipe, true> {
     return {run(policies, problem, queries, rule, member, stream),
             bound(owner, store, policies, reach.prompt_tokens())};
   }
-  /// What a layer of a batch keeps, or lets through, within a step; on the device by sequence of the batch: `ids`, and
-  /// `next`, the position of the next token. The newest `added` tokens stay whatever their score.
+  /// Chooses what a layer of a batch keeps, or lets through, within a step. On the device, by sequence of the batch:
+  /// `ids`, and `next`, the position of the next token. The newest `added` tokens stay whatever their score.
   selection_view choose_in_step(index_t layer, const index_t* ids, const store_type& store, const view_type& view,
                                 const planned<Recipe>& policies, const logit_rule& rule, const index_t* next,
                                 index_t added, index_t member, cudaStream_t stream) const {
@@ -231,15 +232,15 @@ class first_stage<Recipe, true> {
   }
 
  private:
-  /// The most tokens that one head keeps, whatever the scores; with a plan, known only for the prompt that it is made
-  /// for.
+  /// An upper bound of the tokens that one head keeps, whatever the scores. With a plan it is known only for the prompt
+  /// that the plan is made for.
   index_t max_kept(const Recipe& recipe) const {
     if constexpr (Recipe::retain_type::plans || Recipe::retain_type::over_model) {
       return options_.tokens;
     } else {
-      return most_kept(recipe.retain, shape_.layers, joins ? 1 : shape_.kv_heads, options_.tokens,
-                       (std::max)(options_.step_tokens,
-                                  recipe.retain.scorer.protected_tail(recipe.retain.budget.tokens)));
+      return max_retained(
+          recipe.retain, shape_.layers, joins ? 1 : shape_.kv_heads, options_.tokens,
+          (std::max)(options_.step_tokens, recipe.retain.scorer.protected_tail(recipe.retain.budget.tokens)));
     }
   }
   layer_extent extent(index_t layer, index_t longest, index_t kept_tail) const {
@@ -248,7 +249,7 @@ class first_stage<Recipe, true> {
   index_t tail(sequence_layer owner, const token_bound& held, const planned<Recipe>& policies) const {
     return observer_.tail(owner, held.longest, policies);
   }
-  /// Where heads choose together, the budget sees one of them.
+  /// Where heads choose together, the budget is given one of them.
   token_bound bound_kept_of(const planned<Recipe>& policies, const layer_extent& layer,
                             const token_bound& held) const {
     token_bound kept = bound_kept(policies.first.budget, layer);
@@ -265,7 +266,7 @@ class first_stage<Recipe, true> {
     problem.layers = shape_.layers;
     problem.valid = queries.valid;
     problem.first_position = queries.first_position;
-    problem.counts = counts_.of(layer);
+    problem.counts = counts_.counts(layer);
     if (Recipe::needs_segments) problem.segments = store.segments(view);
     problem.tail = added;
     observer_.complete(problem, store);
@@ -274,9 +275,9 @@ class first_stage<Recipe, true> {
   selection_view run(const planned<Recipe>& policies, choose_problem<view_type, T>& problem,
                      const newest_rows<T>& queries, const logit_rule& rule, index_t member,
                      cudaStream_t stream) const {
-    problem.q = members_.of(queries.q, member);
+    problem.q = members_.rows(queries.q, member);
     problem.q.heads = members_.q_heads();
-    problem.lse = members_.of(queries.lse, member);
+    problem.lse = members_.rows(queries.lse, member);
     problem.rule = members_.rule(rule, member, stream);
     return operations_.choose.run(policies.first, problem, operations_.scratch.data(), stream);
   }

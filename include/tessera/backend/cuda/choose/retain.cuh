@@ -16,11 +16,11 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// One set for all heads of a layer, on the GPU: their scores become one row, its slots go to all heads.
+// One set of slots for all heads of a layer, on the GPU: their scores become one row, and its slots go to all heads.
 
 namespace detail {
 
-/// A thread a slot, y a sequence: heads in order, as on the host.
+/// A thread a slot; blockIdx.y a sequence. Heads are joined in order, as on the host.
 template <class Scope, int Threads>
 __global__ void __launch_bounds__(Threads)
     join_heads_entry(const __grid_constant__ score_rows in, const __grid_constant__ finished_rows out, Scope scope,
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(Threads)
   }
 }
 
-/// Row b * kv_heads + h gets the slots of row b.
+/// Copies the slots of row b to rows b * kv_heads + h.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     give_to_heads_entry(selection_view of_layer, index_t kv_heads, index_t* slots, offset_t stride, index_t* counts) {
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// One row of scores for all heads of each sequence, which must store equally many slots. The bits of the CPU's join
-/// where neither fuses what the scope does.
+/// Joins the scores of all heads of each sequence to one row. The heads must store equally many slots. The bits equal
+/// the CPU's where neither compiler fuses the scope's arithmetic.
 /// Shapes   out [sequences, capacity].   Returns  that row, with lengths and tails of the sequence.   Cost  one read.
 template <joining_scope Scope>
 score_rows join_heads(const score_rows& in, const Scope& scope, index_t summed, index_t capacity, float* out,
@@ -67,7 +67,7 @@ score_rows join_heads(const score_rows& in, const Scope& scope, index_t summed, 
   return joined;
 }
 
-/// The slots of each sequence's one row for every one of its heads.
+/// Gives every head of a sequence the slots of the sequence's one row.
 /// Shapes   slots [sequences * kv_heads, stride], counts [sequences * kv_heads].   Returns  the selection of all heads.
 inline selection_view give_to_heads(const selection_view& of_layer, index_t sequences, index_t kv_heads, index_t* slots,
                                     index_t stride, index_t* counts, cudaStream_t stream) {
@@ -77,19 +77,20 @@ inline selection_view give_to_heads(const selection_view& of_layer, index_t sequ
   return {slots, counts, nullptr, stride};
 }
 
-// Scores that are weighted by values once it is known how many tokens a head keeps, on the GPU.
+// Scores that are weighted by values when it is known how many tokens a head keeps, on the GPU.
 
 namespace detail {
 
-/// A thread a row: how many candidates there are, and how many of them are taken by the scores alone.
+/// Counts the candidates of a row, and how many of them the scores alone choose. A thread a row.
 template <class Scorer>
-__global__ void __launch_bounds__(128) count_first_entry(const __grid_constant__ score_rows in, Scorer scorer,
-                                                         const index_t* kept, index_t* candidates, index_t* first) {
+__global__ void __launch_bounds__(128)
+    count_first_entry(const __grid_constant__ score_rows in, Scorer scorer, const index_t* max_retained,
+                      index_t* candidates, index_t* first) {
   const index_t row = index_t(blockIdx.x * 128 + threadIdx.x);
   if (row >= in.sequences * in.kv_heads) return;
   const index_t b = row / in.kv_heads, n = in.candidates(b, row % in.kv_heads), stay = (min)(in.settled_of(row), n);
   candidates[row] = n;
-  first[row] = stay + (min)((max)(scorer.taken_first(kept[row] - stay) - in.protected_tail(b), 0), n - stay);
+  first[row] = stay + (min)((max)(scorer.taken_first(max_retained[row] - stay) - in.protected_tail(b), 0), n - stay);
 }
 
 template <class Scorer, int Threads>
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(Threads)
     to[i] = scorer.weighted(from[i], own[i]);
 }
 
-/// What is taken first ranks before everything else.
+/// Gives slots that are chosen first a rank before everything else.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     rank_first_entry(const __grid_constant__ select_problem first, const __grid_constant__ finished_rows out) {
@@ -118,18 +119,22 @@ __global__ void __launch_bounds__(Threads)
 }  // namespace detail
 
 /// The device's cpu::weigh_scores over the rows of a batch.
-/// Workspace  `kept` slots and three numbers a row.   Cost  one selection, one pass over scores and weights.
+/// Workspace  `max_retained` slots and three numbers a row.   Cost  one selection, one pass over scores and weights.
 template <weighted_scorer Scorer>
 class weigh_scores {
  public:
-  weigh_scores(index_t rows, index_t capacity, index_t kept, const device_info& device)
-      : rows_(rows), capacity_(capacity), kept_(kept), best_({}, rows, capacity, device, kept) {}
+  weigh_scores(index_t rows, index_t capacity, index_t max_retained, const device_info& device)
+      : rows_(rows),
+        capacity_(capacity),
+        max_retained_(max_retained),
+        best_({}, rows, capacity, device, max_retained) {}
 
   std::size_t workspace_bytes() const {
-    return array_bytes<index_t>(std::size_t(rows_) * 3) + array_bytes<index_t>(std::size_t(rows_) * std::size_t(kept_));
+    return array_bytes<index_t>(std::size_t(rows_) * 3) +
+           array_bytes<index_t>(std::size_t(rows_) * std::size_t(max_retained_));
   }
 
-  /// counts: what each row keeps, tail and what is settled included; weights [rows, weight_stride]; out [rows,
+  /// counts: how many each row keeps, tail and settled slots included; weights [rows, weight_stride]; out [rows,
   /// capacity], or the rows of `in`.
   void run(const score_rows& in, const Scorer& scorer, const index_t* counts, const float* weights,
            offset_t weight_stride, float* out, void* workspace, cudaStream_t stream) const {
@@ -147,7 +152,7 @@ class weigh_scores {
     problem.skip = in.settled;
     problem.out = reinterpret_cast<index_t*>(static_cast<unsigned char*>(workspace) +
                                              array_bytes<index_t>(std::size_t(rows_) * 3));
-    problem.out_stride = kept_;
+    problem.out_stride = max_retained_;
     problem.counts = numbers + 2 * rows_;
     problem.rows = rows;
     best_.run(problem, nullptr, stream);
@@ -159,21 +164,22 @@ class weigh_scores {
   }
 
  private:
-  index_t rows_, capacity_, kept_;
+  index_t rows_, capacity_, max_retained_;
   select_slots<top_tokens> best_;
 };
 
-/// What scorers and selectors may see of a batch's slots beside their scores, on the device.
+/// What scorers and selectors may read of a batch's slots beside their scores, on the device.
 struct slot_facts {
   segment_rows segments{};
   const float* weights = nullptr;   ///< [rows, weight_stride]
-  const index_t* counts = nullptr;  ///< [rows], what each keeps, in place of the budget's
+  const index_t* counts = nullptr;  ///< [rows], how many each row keeps, instead of the budget's
   offset_t weight_stride = 0;
 };
 
 namespace detail {
 
-/// Chosen slots count from the first one that competes, and stand where they belong.
+/// Turns chosen slots, which count from the first one that competes, into slots of the head. Writes the settled slots
+/// before them.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     put_settled_first_entry(const __grid_constant__ select_problem p, index_t* counts) {
@@ -186,7 +192,7 @@ __global__ void __launch_bounds__(Threads)
   if (first == 0) counts[row] = stay + chosen;
 }
 
-/// In place of weigh_scores where nothing is weighed.
+/// Used instead of weigh_scores where nothing is weighed.
 struct no_weights {
   no_weights(index_t, index_t, index_t, const device_info&) {}
   std::size_t workspace_bytes() const { return 0; }
@@ -210,12 +216,12 @@ struct selection_of<Selector> {
 
 }  // namespace detail
 
-/// Puts what a selection skipped before what it chose.
-/// Shapes   counts [rows], not those of the problem; `kept`: the most slots of a row.
+/// Puts the slots that a selection skipped before the chosen ones.
+/// Shapes   counts [rows], not those of the problem; `max_retained`: an upper bound of a row's slots.
 /// Returns  the selection of all that stays.   Cost  one launch.
-inline selection_view put_settled_first(const select_problem& problem, index_t kept, index_t* counts,
+inline selection_view put_settled_first(const select_problem& problem, index_t max_retained, index_t* counts,
                                         cudaStream_t stream) {
-  const dim3 grid{unsigned(std::clamp(ceil_div(kept, 1024), 1, 64)), unsigned(problem.rows)};
+  const dim3 grid{unsigned(std::clamp(ceil_div(max_retained, 1024), 1, 64)), unsigned(problem.rows)};
   detail::put_settled_first_entry<256><<<grid, 256, 0, stream>>>(problem, counts);
   check(cudaGetLastError(), "launch of put_settled_first");
   return {problem.out, counts, problem.out_offsets, problem.out_stride};
@@ -224,7 +230,7 @@ inline selection_view put_settled_first(const select_problem& problem, index_t k
 /// Chooses what every (sequence, kv_head) of a batch keeps: the device's cpu::choose_kept, with its results.
 ///
 /// No allocation, no synchronisation, no length on the host.
-/// Errors   shapes and parameters that make no sense: tessera::error before anything is launched.
+/// Errors   invalid shapes and parameters: tessera::error before anything is launched.
 /// Settled slots stay: budgets count them, selectors see the slots behind them.
 /// Cost     one launch for pooling where the scorer pools over more than one token, two where it sees segments, one to
 ///          four for the budget, one for the selection, one more in segments and one where slots are settled; weights:
@@ -237,32 +243,32 @@ class choose_kept {
   using weigh = typename detail::weights_of<scorer>::type;
   using select = typename detail::selection_of<typename Retain::selector_type>::type;
   static constexpr bool in_segments = segment_selector<typename Retain::selector_type>;
-  /// Whether scores change once more, so that rows are needed even where the scorer has no last pass of its own.
+  /// Whether scores change after the scorer's last pass. Then rows are needed even where the scorer has none.
   static constexpr bool changes_again = segment_scorer<scorer> || weighted_scorer<scorer>;
 
  public:
-  /// `kept`: the most tokens that a head keeps.
-  choose_kept(const Retain& policy, index_t sequences, index_t kv_heads, index_t capacity, index_t kept,
+  /// `max_retained`: an upper bound of the tokens that a head keeps.
+  choose_kept(const Retain& policy, index_t sequences, index_t kv_heads, index_t capacity, index_t max_retained,
               const device_info& device)
       : rows_(sequences * kv_heads),
         capacity_(capacity),
-        kept_(kept),
+        max_retained_(max_retained),
         finish_(sequences, kv_heads, capacity, device),
         allot_(sequences, kv_heads, capacity, device, policy.budget),
-        weigh_(rows_, capacity, kept, device),
-        select_(policy.selector, rows_, capacity, device, (std::min)(kept, policy.budget.tokens)) {}
+        weigh_(rows_, capacity, max_retained, device),
+        select_(policy.selector, rows_, capacity, device, (std::min)(max_retained, policy.budget.tokens)) {}
 
   std::size_t workspace_bytes() const {
-    return indices_at() + std::size_t(rows_) * std::size_t(kept_) * sizeof(index_t);
+    return indices_at() + std::size_t(rows_) * std::size_t(max_retained_) * sizeof(index_t);
   }
 
-  /// Row r of the result begins at r * kept; it lies in the workspace. `in` may have fewer sequences than this object
-  /// was made for; where their plans differ, `in.budgets` and `in.tails` say how, by sequence.
+  /// Row r of the result begins at r * max_retained; it lies in the workspace. `in` may have fewer sequences than this
+  /// object was made for; where their plans differ, `in.budgets` and `in.tails` say how, by sequence.
   selection_view run(const Retain& policy, const score_rows& in, index_t layer, index_t layers, void* workspace,
                      cudaStream_t stream, const slot_facts& beside = {}) const {
     auto* bytes = static_cast<unsigned char*>(workspace);
     auto* finished = reinterpret_cast<float*>(bytes + finished_at());
-    // Budgets and selectors know what a NaN is; what changes scores once more wants it gone.
+    // Budgets and selectors accept NaN. A pass that changes scores once more needs scores without NaN.
     const bool as_they_are = !changes_again && finish::leaves_scores(policy.scorer);
     score_rows scores = as_they_are ? in : finish_.run(in, policy.scorer, finished, stream);
     const auto changed = [&] {
@@ -272,7 +278,7 @@ class choose_kept {
     };
     if constexpr (segment_scorer<scorer>) {
       rescore_segments(scores, beside.segments, policy.scorer, capacity_, finished,
-                       reinterpret_cast<unsigned*>(bytes + most_at()), stream);
+                       reinterpret_cast<unsigned*>(bytes + largest_at()), stream);
       changed();
     }
     auto* counts = reinterpret_cast<index_t*>(bytes + counts_at());
@@ -297,25 +303,25 @@ class choose_kept {
     problem.tail = {scores.tails, scores.tail, scores.kv_heads};
     problem.skip = scores.settled;
     problem.out = reinterpret_cast<index_t*>(bytes + indices_at());
-    problem.out_stride = kept_;
+    problem.out_stride = max_retained_;
     problem.counts = counts + rows_;
     problem.rows = scores.sequences * scores.kv_heads;
-    // Lengths of rows of their own lie side by side; a row for a whole sequence has those of its first head.
+    // Lengths of separate rows lie side by side; a row for a whole sequence has the length of its first head.
     problem.n.stride = index_t(scores.kv_heads > 1 ? 1 : (std::max<offset_t>)(1, scores.length_strides.sequence));
     if constexpr (in_segments) {
       select_.run(problem, beside.segments, stream);
     } else {
       select_.run(problem, nullptr, stream);
     }
-    // What is settled stands before what was chosen behind it; the budget's counts have been read.
-    return scores.settled ? put_settled_first(problem, kept_, counts, stream) : problem.chosen();
+    // Settled slots come before the chosen ones. The budget's counts have been read.
+    return scores.settled ? put_settled_first(problem, max_retained_, counts, stream) : problem.chosen();
   }
 
  private:
   std::size_t counts_at() const { return padded(allot_.workspace_bytes()); }
-  std::size_t most_at() const { return counts_at() + array_bytes<index_t>(std::size_t(rows_) * 2); }
+  std::size_t largest_at() const { return counts_at() + array_bytes<index_t>(std::size_t(rows_) * 2); }
   std::size_t weigh_at() const {
-    return most_at() + (segment_scorer<scorer> ? array_bytes<unsigned>(std::size_t(rows_)) : 0);
+    return largest_at() + (segment_scorer<scorer> ? array_bytes<unsigned>(std::size_t(rows_)) : 0);
   }
   std::size_t finished_at() const { return weigh_at() + padded(weigh_.workspace_bytes()); }
   std::size_t indices_at() const {
@@ -323,7 +329,7 @@ class choose_kept {
            (changes_again ? array_bytes<float>(std::size_t(rows_) * std::size_t(capacity_)) : finish_.out_bytes());
   }
 
-  index_t rows_, capacity_, kept_;
+  index_t rows_, capacity_, max_retained_;
   finish finish_;
   allot<budget> allot_;
   weigh weigh_;

@@ -15,34 +15,35 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Bounds of what comes: workspaces are made for them.
+/// Upper bounds of later problems. Workspaces are made for them.
 struct choose_limits {
   index_t sequences = 1, kv_heads = 1, q_heads = 1;
   index_t queries = 1;   ///< of one call, where the scorer observes a window
   index_t capacity = 1;  ///< tokens that a (sequence, kv_head) stores
-  index_t kept = 0;      ///< tokens that it keeps (`most_kept`); 0: the capacity
+  index_t retained = 0;  ///< tokens that it keeps at most (`max_retained`); 0: the capacity
 };
 
-/// The most tokens that one kv_head keeps of `capacity`, in any of `layers`, whatever the scores; `longest_tail`: the
-/// most newest tokens that stay whatever their score.
+/// An upper bound of the tokens that one kv_head keeps of `capacity`, in any of `layers`, whatever the scores.
+/// `longest_tail`: an upper bound of the newest tokens that stay whatever their score.
 template <class Policy>
-index_t most_kept(const Policy& policy, index_t layers, index_t kv_heads, index_t capacity, index_t longest_tail) {
-  index_t most = (std::min)(capacity, policy.budget.tokens);
+index_t max_retained(const Policy& policy, index_t layers, index_t kv_heads, index_t capacity, index_t longest_tail) {
+  index_t largest = (std::min)(capacity, policy.budget.tokens);
   for (index_t layer = 0; layer < layers; ++layer) {
     // A turn of few queries has a short tail, which leaves some layers more.
     for (const index_t tail : {0, longest_tail}) {
-      most = (std::max)(most, bound_kept(policy.budget, {layer, layers, kv_heads, tail, capacity}).longest);
+      largest = (std::max)(largest, bound_kept(policy.budget, {layer, layers, kv_heads, tail, capacity}).longest);
     }
   }
-  return most;
+  return largest;
 }
 
-/// Chooses what every (sequence, kv_head) of a batch keeps of one layer: the device's cpu::score_and_choose, and what
-/// the caches' first stages call. Made from a policy and from limits; a later policy may have another budget within
-/// them.
+/// Chooses what every (sequence, kv_head) of a batch keeps of one layer: the device's cpu::score_and_choose. The
+/// caches' first stages call it. It is made from a policy and from limits; a later policy may have another budget
+/// within them.
 ///
 /// No allocation, no synchronisation, no length on the host: a recorded run can be replayed while lengths change.
-/// Returns  row r = sequence * kv_heads + head, from r * limits.kept on, in the workspace: valid until its next run.
+/// Returns  row r = sequence * kv_heads + head, from r * limits.retained on, in the workspace: valid until its next
+/// run.
 /// Errors   what the scorer needs is not there, more than the limits allow: tessera::error before anything is launched.
 ///          Reported by a later call: positions that do not ascend (watch_order). Not seen by the host: heads of
 ///          different lengths where they keep the same slots.
@@ -69,13 +70,13 @@ class score_and_choose {
 
   score_and_choose(const Policy& policy, const choose_limits& limits, const device_info& device)
       : limits_(limits),
-        kept_(limits.kept > 0 ? (std::min)(limits.kept, limits.capacity) : limits.capacity),
+        max_retained_(limits.retained > 0 ? (std::min)(limits.retained, limits.capacity) : limits.capacity),
         score_(limits.sequences, limits.kv_heads, limits.q_heads, limits.queries, limits.capacity, device),
         stored_(limits.sequences * limits.kv_heads, limits.capacity),
         expected_(limits.sequences, limits.kv_heads, limits.q_heads, limits.capacity, device),
         weight_(limits.sequences * limits.kv_heads, limits.capacity),
         factor_(limits.sequences * limits.kv_heads, limits.capacity),
-        choose_(policy, limits.sequences, joins ? 1 : limits.kv_heads, limits.capacity, kept_, device) {}
+        choose_(policy, limits.sequences, joins ? 1 : limits.kv_heads, limits.capacity, max_retained_, device) {}
 
   std::size_t workspace_bytes() const { return choose_at() + choose_.workspace_bytes(); }
 
@@ -153,7 +154,7 @@ class score_and_choose {
           join_heads(in, policy.scope, summed, limits_.capacity, reinterpret_cast<float*>(bytes + joined_at()), stream);
       const selection_view one = choose_.run(policy, joined, p.layer, p.layers, bytes + choose_at(), stream, beside);
       return give_to_heads(one, p.view.sequences, p.view.kv_heads, reinterpret_cast<index_t*>(bytes + slots_at()),
-                           kept_, reinterpret_cast<index_t*>(bytes + counts_at()), stream);
+                           max_retained_, reinterpret_cast<index_t*>(bytes + counts_at()), stream);
     }
   }
 
@@ -198,17 +199,17 @@ class score_and_choose {
     if constexpr (observed == observes::window) {
       require(!p.valid || p.tails || p.tail == 0, "tail", p.tail, "0 where valid is given", "pass tails by sequence");
     } else {
-      // What the scorer protects of each sequence's own budget, the host cannot know.
+      // The host cannot know what the scorer protects of each sequence's budget.
       require(!p.budgets || p.tails || policy.scorer.protected_tail(1) == policy.scorer.protected_tail(1 << 20),
               "tails", "null", "newest tokens by sequence, where budgets are given",
               "pass what the scorer protects of each budget");
     }
     if (!p.budgets && !p.tails) {
       const layer_extent extent{p.layer, p.layers, joins ? 1 : p.view.kv_heads, tail_of(policy, p), limits_.capacity};
-      const index_t most =
+      const index_t largest =
           (std::max)(bound_kept(policy.budget, extent).longest, (std::min)(extent.protected_tail, extent.longest));
-      require(most <= kept_, "tokens that a kv_head may keep", most, "at most " + std::to_string(kept_),
-              "raise choose_limits::kept: see most_kept");
+      require(largest <= max_retained_, "tokens that a kv_head may keep", largest,
+              "at most " + std::to_string(max_retained_), "raise choose_limits::retained: see max_retained");
     }
   }
 
@@ -228,7 +229,9 @@ class score_and_choose {
     return joined_at() +
            (joins ? array_bytes<float>(std::size_t(limits_.sequences) * std::size_t(limits_.capacity)) : 0);
   }
-  std::size_t counts_at() const { return slots_at() + (joins ? array_bytes<index_t>(rows() * std::size_t(kept_)) : 0); }
+  std::size_t counts_at() const {
+    return slots_at() + (joins ? array_bytes<index_t>(rows() * std::size_t(max_retained_)) : 0);
+  }
   std::size_t settled_at() const { return counts_at() + (joins ? array_bytes<index_t>(rows()) : 0); }
   std::size_t score_at() const { return settled_at() + array_bytes<index_t>(rows() * 2); }
   std::size_t choose_at() const {
@@ -237,7 +240,7 @@ class score_and_choose {
   }
 
   choose_limits limits_;
-  index_t kept_;
+  index_t max_retained_;
   score_type score_;
   stored_type stored_;
   expected_type expected_;

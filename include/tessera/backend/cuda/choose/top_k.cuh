@@ -1,4 +1,5 @@
-// Which slots, on the GPU: exact radix selection of tokens or blocks, one thread block or one cluster a row.
+// Which slots stay or are read, on the GPU: exact radix selection of tokens or blocks, one thread block or one cluster
+// a row.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +14,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// What a selection reads and writes on the GPU.
+// The input and output of a selection on the GPU.
 
 /// One number a row, on the device: `data[row / rows_per_entry * stride]`, or `value` for every row where `data` is
 /// null.
@@ -22,12 +23,12 @@ struct row_numbers {
   index_t value = 0;
   index_t rows_per_entry = 1;
   index_t stride = 1;  ///< between entries, which may lie in structs
-  __device__ index_t of(index_t row) const {
+  __device__ index_t number(index_t row) const {
     return data ? data[offset_t(rows_per_entry == 1 ? row : row / rows_per_entry) * stride] : value;
   }
 };
 
-/// Rows of scores and where their chosen slots go; every pointer is a device pointer.
+/// Rows of scores and where their chosen slots go. Every pointer is a device pointer.
 /// Row r of scores begins at `score_offsets[r]`, or at r * score_stride without offsets; `out` alike.
 struct select_problem {
   const float* scores = nullptr;
@@ -37,12 +38,12 @@ struct select_problem {
   row_numbers keep;  ///< slots to choose, the tail included; above n chooses all
   row_numbers tail;  ///< newest slots that are always chosen
   const index_t* skip =
-      /// [rows], first slots that `n` and `keep` count and that are left out: slots count from there; null: none
+      /// [rows]: first slots that `n` and `keep` count but the selection skips. Slots count from there; null: none
       nullptr;
   index_t* out = nullptr;
   offset_t out_stride = 0;
   const offset_t* out_offsets = nullptr;
-  index_t* counts = nullptr;  ///< [rows], min(keep, n), without what is skipped
+  index_t* counts = nullptr;  ///< [rows], min(keep, n), without skipped slots
   index_t rows = 0;           ///< 0: as many as the operation was made for
   index_t pad_to = 0;         ///< fills out with -1 from a row's count up to here
 
@@ -53,25 +54,25 @@ struct select_problem {
     return out + (out_offsets ? out_offsets[row] : row * out_stride) + skipped(row);
   }
   __device__ index_t skipped(index_t row) const { return skip ? skip[row] : 0; }
-  /// How many slots of a row there are, how many are chosen, and how many of the newest are whatever their score.
+  /// How many slots a row has, how many of them are chosen, and how many of the newest are chosen whatever their score.
   struct bounds {
     index_t n, keep, tail;
   };
   __device__ bounds bounds_of(index_t row) const {
-    const index_t before = skipped(row), stored = (max)(n.of(row) - before, 0);
-    const index_t kept = (min)((max)(keep.of(row) - before, 0), stored);
-    return {stored, kept, (min)((max)(tail.of(row), 0), kept)};
+    const index_t before = skipped(row), stored = (max)(n.number(row) - before, 0);
+    const index_t kept = (min)((max)(keep.number(row) - before, 0), stored);
+    return {stored, kept, (min)((max)(tail.number(row), 0), kept)};
   }
 
-  /// What was chosen, for the consumers of a selection.
+  /// The chosen slots as a selection.
   selection_view chosen() const { return {out, counts, out_offsets, out_stride}; }
 };
 
 /// How a row is searched.
 enum class row_search {
   resident,  ///< one block holds the row's keys in shared memory, or every block of a cluster a part of them
-  /// one block: it holds up to 8,192 keys in registers; of a longer row, read once, what may still be chosen; single
-  /// tokens only
+  /// One block holds up to 8,192 keys in registers. A longer row is read once, and the keys that may still be chosen
+  /// stay in shared memory. Only for single tokens.
   streamed,
 };
 
@@ -101,7 +102,7 @@ __device__ void select_row(const select_problem& p, index_t block, index_t resid
   for (int bin = threadIdx.x; bin < radix_bins; bin += block_threads) s.histogram[bin] = 0;
   if (threadIdx.x == 0) s.trimmed = no_index, s.listed = s.few_listed = 0;
   __syncthreads();
-  wait_for_earlier();  // behind what needs nothing of earlier launches
+  wait_for_earlier();  // after the work that needs no earlier launch
   let_later_begin();
   const int rank = block_team<Blocks>::rank();
   const index_t row = index_t(blockIdx.x) / Blocks;
@@ -115,7 +116,7 @@ __device__ void select_row(const select_problem& p, index_t block, index_t resid
   for (index_t slot = (all ? 0 : candidates) + thread; slot < n; slot += threads) out[keep - n + slot] = slot;
   for (index_t i = keep + thread; i < p.pad_to; i += threads) out[i] = no_index;
   if (thread == 0) p.counts[row] = keep;
-  if (all || room == 0) return;  // alike in every block of the team
+  if (all || room == 0) return;  // the same in every block of the team
 
   if constexpr (Search == row_search::streamed) {
     if (candidates <= register_threads * register_keys)
@@ -134,13 +135,13 @@ __device__ void select_row(const select_problem& p, index_t block, index_t resid
   const row_part<Keys> part{keys, begin, count, cache, (min)((count + 3) / 4 * 4, resident)};
   if constexpr (Keys::single) {
     using held = held_select<storage, Blocks>;
-    if (share <= (min)(resident, held::most)) return held::run(s, part, cache, room, out);
+    if (share <= (min)(resident, held::max_keys)) return held::run(s, part, cache, room, out);
     select::load(s, part);
     const cut at = select::template threshold<false>(s, part, room, true);
     select::compact(s, part, at, [&](index_t to, index_t slot, index_t, bool) { out[to] = slot; });
   } else {
     select::load(s, part);
-    // All blocks are of one length but the last, so how many are touched depends only on whether that one is.
+    // All blocks but the last have one length, so only the last one decides how many are touched.
     const index_t last = keys.count - 1, short_length = candidates - last * block;
     const unsigned short_key = keys.key(last);
     index_t touched = ceil_div(room, block);
@@ -152,7 +153,7 @@ __device__ void select_row(const select_problem& p, index_t block, index_t resid
       at = select::template threshold<true>(s, part, ++touched, false);
     }
     const bool last_is_whole = touches_last() && short_key != at.key;
-    // The worst of the touched, the last tie, gets what the others leave.
+    // The worst of the touched blocks, the last tie, gets the tokens that the others leave.
     const index_t left = room - (touched - 1) * block + (last_is_whole ? block - short_length : 0);
     select::compact(s, part, at, [&](index_t to, index_t b, index_t equal_before, bool is_equal) {
       const index_t at_token = to * block - (equal_before >= at.ties ? block - left : 0);
@@ -178,7 +179,7 @@ __device__ void select_row(const select_problem& p, index_t block, index_t resid
   }
 }
 
-/// Blocks of a multiprocessor that the registers must leave room for.
+/// How many blocks of a multiprocessor the registers must leave room for.
 template <int Blocks, class Keys, row_search Search>
 inline constexpr int blocks_together = Search == row_search::streamed ? 2
                                        : Blocks == 1                  ? 1
@@ -193,12 +194,12 @@ __global__ void __launch_bounds__(block_threads_of<Blocks, Search>, blocks_toget
 
 }  // namespace detail
 
-/// Launch shape of a selection over rows of up to `capacity` tokens, single ones or in blocks of `block`, be it of 1;
-/// `keep` is what rows usually keep (more is still right). Measured on an H200, CUDA 13.0: see the notes of the
-/// benchmark.
+/// Launch shape of a selection over rows of up to `capacity` tokens, single ones or in blocks of `block` tokens.
+/// `keep`: how many rows usually keep (more gives right results too). Measured on an H200, CUDA 13.0: see the notes of
+/// the benchmark.
 inline select_tuning tune_select(index_t rows, index_t capacity, bool single, index_t block, index_t keep,
                                  const device_info& device) {
-  constexpr index_t most_share = 16384;  // 64 KB: three blocks of a cluster fit on an sm_90
+  constexpr index_t max_share = 16384;  // 64 KB: three blocks of a cluster fit on an sm_90
   const index_t units = ceil_div(capacity, block);
   const bool clusters = device.compute_capability >= 90, many = rows > device.multiprocessors;
   if (single) {
@@ -206,8 +207,8 @@ inline select_tuning tune_select(index_t rows, index_t capacity, bool single, in
     // One block against clusters of 8 (us): 32,768 tokens, 8 rows 9.9 / 9.4, 32 rows 10 / 14; 50,000 tokens, 8 rows 13
     // / 10, 32 rows 13 / 15.
     constexpr index_t for_few = 40960;
-    const index_t most_held = device.shared_memory / 4 - 3072;  // beside histogram and lists
-    if (capacity <= (rows > 16 || !clusters ? most_held : (std::min)(for_few, most_held)))
+    const index_t max_held = device.shared_memory / 4 - 3072;  // beside histogram and lists
+    if (capacity <= (rows > 16 || !clusters ? max_held : (std::min)(for_few, max_held)))
       return {1, (capacity + 3) / 4 * 4};
     // Streams against clusters of 8, 131,072 tokens (us, H100): 32 rows 38 / 24, 64 rows 39 / 45.
     const index_t survivors = device.shared_memory > 160 * 1024 ? 12288 : 4096;  // two blocks fit on a multiprocessor
@@ -215,18 +216,19 @@ inline select_tuning tune_select(index_t rows, index_t capacity, bool single, in
       return {1, survivors, row_search::streamed};
   }
   int cluster = 1;
-  if (clusters && capacity > most_share && !(many && units <= most_share))
-    cluster = capacity > 4 * most_share || (single && rows <= 32) ? 8 : 4;
-  return {cluster, (std::min<index_t>)(most_share, (ceil_div(units, cluster) + 3) / 4 * 4)};
+  if (clusters && capacity > max_share && !(many && units <= max_share))
+    cluster = capacity > 4 * max_share || (single && rows <= 32) ? 8 : 4;
+  return {cluster, (std::min<index_t>)(max_share, (ceil_div(units, cluster) + 3) / 4 * 4)};
 }
 
 /// Runs a selector of the best tokens or blocks over rows of scores, with the results of its CPU body. Selectors with a
 /// body of their own have a specialisation below.
 ///
-/// n, keep and tail are read on the device, so a captured launch can be replayed while they grow; a row longer than
-/// `capacity` is still right, only slower.
-/// Cost     one read of the scores as far as a cluster's shared memory holds them (131,072 tokens); for more rows than
-///          clusters pay for, one read and a sample of it, up to six more where too many scores tie at the cut.
+/// n, keep and tail are read on the device, so a captured launch can be replayed while they grow. A row longer than
+/// `capacity` gives the right result too, more slowly.
+/// Cost     one read of the scores where a cluster's shared memory holds them (131,072 tokens). For more rows than
+/// clusters
+///          pay for, one read and a sample; up to six reads more where too many scores tie at the cut.
 /// Errors   none on the device; any score is defined (NaN ranks last).   Workspace  none.
 template <class Selector>
 class select_slots {
@@ -254,7 +256,8 @@ class select_slots {
     const int room = device_info::current().shared_memory - int(attributes.sharedSizeBytes);
     require(tuning.resident >= 0 && tuning.resident % 4 == 0 && shared_bytes() <= room, "resident", tuning.resident,
             "a multiple of 4 up to " + std::to_string(room / 4), "take the numbers of tune_select");
-    // The limit belongs to the kernel, not to this object: always the device's, lest objects lower each other's.
+    // The limit belongs to the kernel, not to this object. It is always the device's, so that objects do not lower each
+    // other's.
     check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, room), "cudaFuncSetAttribute");
     overlapping_ = attributes.ptxVersion >= 90;  // see can_overlap
   }
@@ -287,7 +290,7 @@ class select_slots {
     else
       return selector.unit_slots();
   }
-  int shared_bytes() const {  // a survivor has a slot beside its key
+  int shared_bytes() const {  // a candidate that survives has a slot beside its key
     return int(tuning_.resident) * (tuning_.search == row_search::streamed ? 8 : 4);
   }
   using entry_type = void (*)(select_problem, index_t, index_t);
@@ -327,8 +330,8 @@ __global__ void __launch_bounds__(128) plain_select_entry(const __grid_constant_
 
 }  // namespace detail
 
-/// `select_slots` for selectors that bring one body for all backends.
-/// Cost     one thread a row: for selections that are cheap, or not yet worth a kernel.
+/// `select_slots` for selectors with one body for all backends.
+/// Cost     one thread a row: for cheap selections, and for those that are not worth a kernel yet.
 template <class Selector>
 requires(plain_selector<Selector> && !best_units_selector<Selector>) class select_slots<Selector> {
  public:

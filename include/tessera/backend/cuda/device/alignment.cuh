@@ -22,7 +22,7 @@ bool rows_on_16_bytes(const rows_view<T>& rows) {
   return rows_on_16_bytes(rows.data, {rows.sequence_stride, rows.head_stride, rows.token_stride, 1});
 }
 
-/// Errors   the first of address and strides that is not: tessera::error with `name`.
+/// Errors   the first address or stride that does not fit: tessera::error with `name`.
 template <class T>
 void require_rows_on_16_bytes(const std::string& name, const T* data, const row_strides& strides) {
   const auto address = reinterpret_cast<std::uintptr_t>(data);

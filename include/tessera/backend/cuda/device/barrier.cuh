@@ -6,7 +6,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Who waits at a numbered barrier, and who only arrives, so many threads together.
+/// A numbered barrier of a given number of threads. Some wait at it, others only arrive.
 __device__ __forceinline__ void wait_at(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -14,20 +14,20 @@ __device__ __forceinline__ void arrive_at(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/// One barrier, wherever in the code each of its threads is: __syncthreads wants all of a block at one place, and so
-/// does bar.sync where it counts all of them (compute-sanitizer's synccheck).
+/// A barrier whose threads may be at different lines of the code. __syncthreads wants all threads of a block at one
+/// line, and so does bar.sync where it counts all of them (compute-sanitizer's synccheck).
 template <int Number, int Threads>
 struct numbered_barrier {
   __device__ static void wait() { asm volatile("barrier.sync %0, %1;" ::"n"(Number), "n"(Threads) : "memory"); }
 };
 
-/// A barrier in shared memory, named by its address there, counts threads and bytes that arrive; its phase flips at
-/// each full count. One thread initialises it, then the block synchronises (`publish_barriers` first, where a cluster's
-/// other blocks or the copy engine count there).
+/// A barrier in shared memory, named by its address there. It counts threads and bytes that arrive, and its phase flips
+/// at each full count. One thread initialises it, then the block synchronises. Where other blocks of a cluster or the
+/// copy engine count there, `publish_barriers` comes before that.
 __device__ __forceinline__ void init_barrier(std::uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
-/// Barriers are seen as initialised behind the next barrier of the block or the cluster.
+/// Makes initialised barriers visible after the next barrier of the block or the cluster.
 __device__ __forceinline__ void publish_barriers() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -46,7 +46,7 @@ __device__ __forceinline__ void arrive_expecting(std::uint32_t barrier, std::uin
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 #endif
 }
-/// Waits until the phase of that parity has ended; what arrived in this block is seen.
+/// Waits until the phase of that parity has ended. What arrived in this block is visible then.
 __device__ __forceinline__ void wait_phase(std::uint32_t barrier, std::uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -57,7 +57,7 @@ __device__ __forceinline__ void wait_phase(std::uint32_t barrier, std::uint32_t 
       : "memory");
 #endif
 }
-/// The same, and what other blocks of the cluster sent is seen.
+/// The same; what other blocks of the cluster sent is visible too.
 __device__ __forceinline__ void wait_phase_of_cluster(std::uint32_t barrier, std::uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -79,8 +79,8 @@ __device__ __forceinline__ unsigned load_acquire(const unsigned* from) {
 __device__ __forceinline__ void store_release(unsigned* to, unsigned value) {
   asm volatile("st.release.gpu.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
-/// Adds and returns what was there: earlier writes of this thread are seen by who reads the sum, and the other way
-/// round.
+/// Adds and returns the previous value. A thread that reads the sum sees this thread's earlier writes, and this thread
+/// sees those of the threads that added before it.
 __device__ __forceinline__ unsigned add_acquire_release(unsigned* to, unsigned value) {
   unsigned before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(value) : "memory");

@@ -1,4 +1,4 @@
-// Thread blocks that see each other's shared memory (sm_90): their barrier, and writes into another one's.
+// Thread blocks that see each other's shared memory (sm_90): their barrier, and writes into another block's memory.
 #pragma once
 
 #include "barrier.cuh"
@@ -6,13 +6,13 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// All threads of all blocks arrive, then wait: what was written before, also to device memory, is seen behind it.
+/// All threads of all blocks arrive, then wait. Earlier writes, also those to device memory, are visible after it.
 __device__ inline void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
-/// The same, but nothing that was written before is seen behind it.
+/// The same, but earlier writes are not made visible.
 __device__ inline void cluster_arrive_relaxed() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;");
@@ -23,7 +23,7 @@ __device__ inline void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
-/// Where block `block` of the cluster has what lies at `mine` in this one's shared memory.
+/// The address in block `block` of the cluster that corresponds to `mine` in this block's shared memory.
 __device__ inline unsigned cluster_address(const void* mine, int block) {
   unsigned address = 0;
 #if __CUDA_ARCH__ >= 900
@@ -31,7 +31,7 @@ __device__ inline unsigned cluster_address(const void* mine, int block) {
 #endif
   return address;
 }
-/// What other blocks hold or get: 4-byte words.
+/// Loads and stores 4-byte words of other blocks.
 __device__ inline unsigned load_cluster(const unsigned* mine, int block) {
   unsigned value = 0;
 #if __CUDA_ARCH__ >= 900
@@ -48,8 +48,8 @@ __device__ inline void store_cluster(index_t* mine, int block, index_t value) {
   store_cluster(reinterpret_cast<unsigned*>(mine), block, unsigned(value));
 }
 
-/// Thread blocks that work on one row: their barrier, and the shared memory of the others. One block alone needs
-/// nothing newer than sm_80; more than one are a cluster.
+/// Thread blocks that work on one row: their barrier, and the shared memory of the others. One block alone runs on
+/// sm_80; several are a cluster.
 template <int Blocks>
 struct block_team {
   __device__ static int rank() { return Blocks == 1 ? 0 : int(blockIdx.x) % Blocks; }
@@ -65,8 +65,8 @@ struct block_team {
   __device__ static void store(unsigned& mine, int block, unsigned value) { store_cluster(&mine, block, value); }
 };
 
-/// What other blocks send is counted, in bytes, where it arrives. This needs no barrier of the cluster, whose release
-/// waits until all earlier writes are seen by the whole device (MEMBAR.ALL.GPU, CUDA 13.0). Once per launch.
+/// Counts, in bytes, what other blocks send to this one. It needs no barrier of the cluster, whose release waits until
+/// the whole device sees all earlier writes (MEMBAR.ALL.GPU, CUDA 13.0). Used once per launch.
 struct arrivals {
   alignas(8) std::uint64_t state;
 
@@ -75,13 +75,13 @@ struct arrivals {
     init_barrier(shared_address(&state), 1);
     publish_barriers();
   }
-  /// By one thread: all that will have arrived in this block, which may have begun to.
+  /// By one thread: how many bytes will arrive in this block. Some may have arrived already.
   __device__ void expect(std::uint32_t bytes) { arrive_expecting(shared_address(&state), bytes); }
-  /// Until it has; then it is seen.
+  /// Waits until they have arrived; they are visible then.
   __device__ void wait() const { wait_phase_of_cluster(shared_address(&state), 0); }
 };
-/// Writes to where block `block` has what lies at `mine` in this one, and counts there in its `counter`. 4, 8 or 16
-/// bytes.
+/// Writes 4, 8 or 16 bytes to the address in block `block` that corresponds to `mine` in this one. That block's
+/// `counter` counts them.
 template <class V>
 __device__ inline void send(V* mine, int block, const V& value, const arrivals& counter) {
   static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);

@@ -11,7 +11,7 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
   return std::uint32_t(__cvta_generic_to_shared(p));
 }
 
-/// Copies 16 bytes from global to shared memory without waiting, past L1; zeros when `valid` is false.
+/// Copies 16 bytes from global to shared memory without waiting, past L1. Writes zeros when `valid` is false.
 __device__ __forceinline__ void copy_async16(std::uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
@@ -21,12 +21,12 @@ __device__ __forceinline__ void copy_async16(std::uint32_t to, const void* from,
 __device__ __forceinline__ void copy_async4(std::uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-/// Zeros when `valid` is false.
+/// Writes zeros when `valid` is false.
 __device__ __forceinline__ void copy_async4(std::uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
 
-/// A policy for data that is read once: it is the first to leave the L2, so that what is read again stays.
+/// A policy for data that is read once. Such data is the first to leave the L2, so other data stays.
 __device__ __forceinline__ std::uint64_t evict_first_policy() {
   std::uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -42,9 +42,9 @@ __device__ __forceinline__ std::uint32_t load_once(const std::uint32_t* from) {
   return *from;
 #endif
 }
-/// An address that a thread has for itself, by all threads of a warp. Where ptxas of CUDA 13.0 sees that an address in
-/// shared memory has a part which all threads share, it may encode a copy under an L2 policy as an instruction that
-/// does not exist.
+/// The same address, hidden from the compiler's analysis. All threads of a warp call it. ptxas of CUDA 13.0 may encode
+/// a copy under an L2 policy as an instruction that does not exist, where it sees that all threads share a part of an
+/// address in shared memory.
 __device__ __forceinline__ std::uint32_t own_address(std::uint32_t to) {
   return __shfl_sync(~0u, to, int(threadIdx.x) % 32);
 }
@@ -73,15 +73,16 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-/// Rows of 16-byte chunks in shared memory, laid out so that matrix loads of 8 rows do not collide: chunks are
-/// exchanged within 128 bytes where that is possible, else rows are padded to an odd number of chunks. Exchanged rows
-/// are shorter, padded ones cheaper to address.
+/// Rows of 16-byte chunks in shared memory, laid out so that matrix loads of 8 rows do not collide. Chunks are
+/// exchanged within 128 bytes where that is possible; else rows are padded to an odd number of chunks. Exchanged rows
+/// are shorter, padded rows are cheaper to address.
 struct staged_rows {
   int chunks;
-  bool padded = false;  ///< whatever their number
+  bool padded = false;  ///< pads rows of any number of chunks
   TESSERA_HD constexpr bool swizzled() const { return !padded && chunks % 8 == 0; }
   TESSERA_HD constexpr int bytes() const { return (swizzled() ? chunks : chunks | 1) * 16; }
-  TESSERA_HD constexpr std::uint32_t place(int row, int chunk) const {
+  /// Where chunk `chunk` of row `row` begins, in bytes.
+  TESSERA_HD constexpr std::uint32_t offset(int row, int chunk) const {
     return std::uint32_t(row * bytes() + (swizzled() ? chunk ^ (row % 8) : chunk) * 16);
   }
 };
@@ -100,15 +101,15 @@ __global__ void __launch_bounds__(Threads)
   if (i < count) to[i] = from[i] + more;
 }
 
-/// Of every sequence of a batch: where its step begins, and where the next one will.
+/// Writes for every sequence of a batch where its step begins and where the next one will.
 template <int Threads>
 __global__ void __launch_bounds__(Threads) advance_positions_entry(index_t* next, const index_t* ids, index_t* first,
-                                                                   index_t* after, index_t batch, index_t tokens) {
+                                                                   index_t* following, index_t batch, index_t tokens) {
   const index_t b = index_t(blockIdx.x * Threads + threadIdx.x);
   if (b >= batch) return;
   const index_t position = next[ids[b]];
   first[b] = position;
-  after[b] = next[ids[b]] = position + tokens;
+  following[b] = next[ids[b]] = position + tokens;
 }
 
 }  // namespace detail
@@ -127,12 +128,12 @@ inline const index_t* add_number(index_t* to, const index_t* from, index_t more,
   return to;
 }
 
-/// Of every sequence of a batch: where its step begins, `first` [batch], and where the next one will, `after` [batch]
-/// and next[id].
-inline void advance_positions(index_t* next, const index_t* ids, index_t* first, index_t* after, index_t batch,
+/// Moves every sequence of a batch on by `tokens`. Writes where its step begins to `first` [batch]. Writes where the
+/// next one will to `following` [batch] and to next[id].
+inline void advance_positions(index_t* next, const index_t* ids, index_t* first, index_t* following, index_t batch,
                               index_t tokens, cudaStream_t stream) {
   detail::advance_positions_entry<128>
-      <<<unsigned((batch + 127) / 128), 128, 0, stream>>>(next, ids, first, after, batch, tokens);
+      <<<unsigned((batch + 127) / 128), 128, 0, stream>>>(next, ids, first, following, batch, tokens);
   check(cudaGetLastError(), "launch of advance_positions");
 }
 

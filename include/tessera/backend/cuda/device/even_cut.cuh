@@ -8,18 +8,18 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Inclusive prefix sums of `units_of(row)` into `ends [rows]` in shared memory, by all threads of a block. Every block
-/// does it for itself: lengths change from launch to launch of a graph and the host does not know them. Ends with a
-/// barrier.
+/// Writes the inclusive prefix sums of `units_of(row)` to `ends [rows]` in shared memory. All threads of a block call
+/// it; it ends with a barrier. Every block does it for itself: lengths change from launch to launch of a graph, and the
+/// host does not know them.
 template <int Threads, class UnitsOf>
 __device__ void scan_units(index_t rows, index_t* ends, block_scan<Threads, index_t>& scan, const UnitsOf& units_of) {
-  const index_t each = (rows + Threads - 1) / Threads, first = (min)(index_t(threadIdx.x) * each, rows);
-  const index_t last = (min)(first + each, rows);
+  const index_t share = (rows + Threads - 1) / Threads, first = (min)(index_t(threadIdx.x) * share, rows);
+  const index_t last = (min)(first + share, rows);
   index_t sum = 0;
 #pragma unroll 4
   for (index_t row = first; row < last; ++row) ends[row] = sum += units_of(row);
-  const index_t before = scan.before(sum);
-  for (index_t row = first; row < last; ++row) ends[row] += before;
+  const index_t earlier = scan.exclusive_sum(sum);
+  for (index_t row = first; row < last; ++row) ends[row] += earlier;
   __syncthreads();
 }
 
@@ -27,7 +27,7 @@ __device__ void scan_units(index_t rows, index_t* ends, block_scan<Threads, inde
 __device__ inline index_t row_of_unit(const index_t* ends, index_t rows, index_t unit) {
   return first_where(rows, [&](index_t row) { return ends[row] > unit; });
 }
-/// By one warp, for up to 1,024 rows: two looks.
+/// The same by one warp, for up to 1,024 rows: two loads a lane.
 __device__ inline index_t row_of_unit_in_warp(const index_t* ends, index_t rows, index_t unit, index_t lane) {
   const index_t each = (rows + 31) / 32;
   const bool group_before = (lane + 1) * each <= rows && ends[(lane + 1) * each - 1] <= unit;
@@ -36,14 +36,14 @@ __device__ inline index_t row_of_unit_in_warp(const index_t* ends, index_t rows,
   return first + index_t(__popc(__ballot_sync(~0u, before)));
 }
 
-inline constexpr index_t most_pieces = 1024;  // so that products of two piece numbers stay below 2^20
+inline constexpr index_t max_pieces = 1024;  // so that products of two piece numbers stay below 2^20
 
-/// `units` cut into `count` pieces: piece i begins at floor(i * units / count), so that pieces end where rows do when
-/// rows are equal and divide `count`.
+/// `units` cut into `count` pieces. Piece i begins at floor(i * units / count). So pieces end where rows do when rows
+/// are equal and their number divides `count`.
 struct even_pieces {
   index_t units, count, size, rest;
 
-  /// 1 <= count <= most_pieces
+  /// 1 <= count <= max_pieces
   __device__ even_pieces(index_t units_, index_t count_)
       : units(units_),
         count(count_),

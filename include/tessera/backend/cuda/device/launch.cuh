@@ -1,4 +1,4 @@
-// Launches that overlap with what is before and after them on their stream (programmatic dependent launch, sm_90).
+// Launches that overlap with their neighbours on the stream (programmatic dependent launch, sm_90).
 #pragma once
 
 #include <cstdint>
@@ -9,25 +9,27 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Waits until everything earlier on the stream is done and its writes are seen. Every thread of a kernel that is
+/// Waits until everything earlier on the stream is done and its writes are visible. Every thread of a kernel that is
 /// launched with `overlapping` calls it before it reads what an earlier launch may have written, and before it writes
-/// anything, its scratch included; only parameters and shared memory may be touched before it. Elsewhere it is nothing.
+/// anything, its scratch included. Only parameters and shared memory may be touched earlier. It does nothing below
+/// sm_90.
 __device__ __forceinline__ void wait_for_earlier() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/// Lets the next launch of the stream begin once every block has said so or has ended; it sees nothing of what this one
-/// writes before this one has ended. Blocks that begin early take registers and shared memory that are free.
+/// Lets the next launch of the stream begin once every block has called this or has ended. What this launch writes is
+/// visible to the next one only when this one has ended. Blocks that begin early use free registers and shared
+/// memory.
 __device__ __forceinline__ void let_later_begin() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-/// Brings a __grid_constant__ parameter to the constant cache, a line of 64 bytes at a time: before `wait_for_earlier`,
-/// where earlier launches hide the misses that its first uses would wait for.
+/// Brings a __grid_constant__ parameter to the constant cache, a line of 64 bytes at a time. Called before
+/// `wait_for_earlier`, where earlier launches hide the misses that the first uses would wait for.
 template <class P>
 __device__ __forceinline__ void touch_parameter(const P& p) {
 #pragma unroll
@@ -36,7 +38,7 @@ __device__ __forceinline__ void touch_parameter(const P& p) {
   }
 }
 
-/// May launches of `entry` overlap? Only if its code was compiled for sm_90 or newer: older code lacks the wait above,
+/// Whether launches of `entry` may overlap: its code was compiled for sm_90 or newer. Older code lacks the wait above,
 /// also where the driver compiles it for a newer device.
 template <class... Params>
 bool can_overlap(void (*entry)(Params...)) {
@@ -50,13 +52,13 @@ struct launch_shape {
   dim3 blocks, threads;
   std::size_t shared_bytes = 0;
   unsigned cluster = 1;  ///< blocks; 1: no clusters
-  /// Begin while the launch before ends: `can_overlap`, and the kernel calls `wait_for_earlier`.
+  /// Begins while the previous launch ends. Needs `can_overlap` and a kernel that calls `wait_for_earlier`.
   bool overlapping = false;
 };
 
 namespace detail {
 
-/// What the driver is told of a launch. It points to itself.
+/// A launch as the driver takes it. It points to itself, so it does not move.
 struct launch_config {
   cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
@@ -90,8 +92,8 @@ void launch(void (*entry)(Params...), const launch_shape& shape, cudaStream_t st
   check(cudaLaunchKernelEx(&made.config, entry, std::forward<Args>(args)...), call);
 }
 
-/// A small launch that overlaps with those before and after it where its code can; `Entry` calls `wait_for_earlier`.
-/// Between launches that do not overlap a stream idles for 1 to 2 us.
+/// A small launch that overlaps with its neighbours where its code can; `Entry` calls `wait_for_earlier`. Between
+/// launches that do not overlap a stream idles for 1 to 2 us.
 template <auto Entry, class... Args>
 void launch_overlapping(dim3 blocks, unsigned threads, cudaStream_t stream, const char* call, Args&&... args) {
   static const bool can = can_overlap(Entry);
@@ -99,26 +101,26 @@ void launch_overlapping(dim3 blocks, unsigned threads, cudaStream_t stream, cons
          std::forward<Args>(args)...);
 }
 
-/// Problems of one launch, which reads them from its parameters: nobody has to keep them until it runs.
+/// Problems of one launch. The launch reads them from its parameters, so nobody has to keep them until it runs.
 template <class Problem>
 struct problem_list {
-  static constexpr int most = 32;
-  Problem of[most];
+  static constexpr int capacity = 32;
+  Problem problems[capacity];
 };
-/// Calls run(list, count) for every few of `count` problems.
+/// Calls run(list, count) for every 32 of `count` problems, or fewer at the end.
 template <class Problem, class Run>
 void in_lists(const Problem* problems, std::size_t count, const Run& run) {
   static_assert(sizeof(problem_list<Problem>) <= 30000, "tessera: a launch takes parameters of 32,764 bytes");
-  for (std::size_t first = 0; first < count; first += problem_list<Problem>::most) {
+  for (std::size_t first = 0; first < count; first += problem_list<Problem>::capacity) {
     problem_list<Problem> list{};
-    const std::size_t some = count - first < list.most ? count - first : list.most;
-    for (std::size_t i = 0; i < some; ++i) list.of[i] = problems[first + i];
+    const std::size_t some = count - first < list.capacity ? count - first : list.capacity;
+    for (std::size_t i = 0; i < some; ++i) list.problems[i] = problems[first + i];
     run(list, index_t(some));
   }
 }
 
-/// How many clusters of such a launch the device runs at a time. It is less than its multiprocessors have room for: a
-/// cluster lies within one of their groups, and groups differ, also between devices of one name.
+/// How many clusters of such a launch the device runs at a time. They are fewer than all multiprocessors could hold: a
+/// cluster lies within one group of multiprocessors, and groups differ, also between devices of one name.
 template <class... Params>
 int resident_clusters(void (*entry)(Params...), const launch_shape& shape) {
   const detail::launch_config made(shape);

@@ -16,8 +16,8 @@ __device__ __forceinline__ float quick_cap(const logit_rule& rule, float scaled)
   return rule.soft_cap - 2 * rule.soft_cap * __fdividef(1.0f, 1.0f + twice);
 }
 
-/// The weight that turns a row's summed output into its output, from its largest logit and sum, both in base 2; writes
-/// its log-sum-exp where there is room for it.
+/// The weight that turns a row's summed output into its output, from its largest logit and its sum, both in base 2.
+/// Writes the row's log-sum-exp where the caller gives memory for it.
 __device__ inline float output_weight(const logit_rule& rule, index_t q_head, float max2, float sum, float* lse) {
   float top = max2, factor = 1;
   if (rule.sink_logits) {

@@ -14,7 +14,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Where device memory comes from. `allocate` answers null when it has none, and memory that begins on 256 bytes else.
+/// Where device memory comes from. `allocate` returns memory that begins on 256 bytes, or null when it has none.
 struct memory_source {
   void* (*allocate)(void* context, std::size_t bytes);
   void (*release)(void* context, void* data, std::size_t bytes);
@@ -42,21 +42,23 @@ inline memory_source& memory_source_of_thread() {
 
 }  // namespace detail
 
-/// While it lives, device memory that this thread's calls need comes from `source`, as an engine's allocator: make a
-/// cache, or set its budget, inside of one. What came from a source goes back to it, so it must outlive the caches.
+/// While it lives, device memory that this thread's calls need comes from `source`, an engine's allocator for example.
+/// Make a cache, or set its budget, while one lives. Memory goes back to the source that it came from, so the source
+/// must outlive the caches.
 class allocate_from {
  public:
   explicit allocate_from(const memory_source& source)
-      : before_(std::exchange(detail::memory_source_of_thread(), source)) {}
+      : previous_(std::exchange(detail::memory_source_of_thread(), source)) {}
   allocate_from(const allocate_from&) = delete;
   allocate_from& operator=(const allocate_from&) = delete;
-  ~allocate_from() { detail::memory_source_of_thread() = before_; }
+  ~allocate_from() { detail::memory_source_of_thread() = previous_; }
 
  private:
-  memory_source before_;
+  memory_source previous_;
 };
 
-/// Device memory with one owner; a copy copies the contents. Errors: not enough memory, with what was asked and free.
+/// Device memory with one owner; a copy copies the contents. Errors: not enough memory; the message has the
+/// requested and the free amount.
 template <class T>
 class device_buffer {
  public:
@@ -88,7 +90,7 @@ class device_buffer {
   ~device_buffer() {
     if (data_) source_.release(source_.context, data_, bytes());
   }
-  /// With any contents: no stream is waited for.
+  /// Memory with any contents. No stream is waited for.
   static device_buffer not_cleared(std::size_t count) {
     device_buffer made;
     made.count_ = count;
@@ -116,7 +118,7 @@ class device_buffer {
   memory_source source_ = detail::memory_source_of_thread();
 };
 
-/// Scratch that is made when it is first needed; a copy of its owner makes its own.
+/// Scratch that is made when it is first needed. A copy of its owner makes scratch of its own.
 template <class T>
 class made_on_demand {
  public:
@@ -153,16 +155,16 @@ void copy_on_device(T* to, const T* from, std::size_t count, cudaStream_t stream
   check(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
 }
 
-/// Runs of rows, handed out and taken back on the host: first fit, neighbours join.
+/// Runs of rows, allocated and released on the host: first fit, neighbours join.
 class row_spans {
  public:
-  /// `what` is handed out; `cure` helps where there is too little of it.
+  /// `what` names the rows in errors; `cure` says what helps where there are too few.
   row_spans(offset_t rows, const char* what, const char* cure) : rows_(rows), what_(what), cure_(cure) {
     if (rows > 0) free_[0] = rows;
   }
 
   /// First row of a run of `count` rows. Errors: no run is long enough.
-  offset_t take(offset_t count) {
+  offset_t allocate(offset_t count) {
     if (count == 0) return 0;
     const auto found = std::find_if(free_.begin(), free_.end(), [&](const auto& run) { return run.second >= count; });
     if (found == free_.end()) {
@@ -178,7 +180,7 @@ class row_spans {
     return first;
   }
 
-  void give_back(offset_t first, offset_t count) {
+  void release(offset_t first, offset_t count) {
     if (count == 0) return;
     used_ -= count;
     auto next = free_.lower_bound(first);
@@ -187,9 +189,9 @@ class row_spans {
       next = free_.erase(next);
     }
     if (next != free_.begin()) {
-      const auto before = std::prev(next);
-      if (before->first + before->second == first) {
-        before->second += count;
+      const auto previous = std::prev(next);
+      if (previous->first + previous->second == first) {
+        previous->second += count;
         return;
       }
     }

@@ -1,4 +1,4 @@
-// The first of ascending things that is far enough, by one thread or by one warp.
+// The first index from which a condition holds, by one thread or by one warp.
 #pragma once
 
 #include "../../../core/types.hpp"
@@ -6,7 +6,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// The first i in [0, count) for which `holds(i)`, or `count`; once it holds it holds for all later ones. By one
+/// The first i in [0, count) for which `holds(i)`, or `count`. Once it holds, it holds for all later indices. By one
 /// thread.
 template <class Holds>
 __device__ __forceinline__ index_t first_where(index_t count, const Holds& holds) {

@@ -36,9 +36,9 @@ struct device_info {
   }
 };
 
-/// Lets launches of a kernel ask for all the shared memory of a block that it does not declare itself: the limit
-/// belongs to the kernel, and another object may need more of it than this one.
-/// Errors   `wanted` bytes are more: tessera::error, which names the kernel.
+/// Lets launches of a kernel use all the shared memory of a block that the kernel does not declare itself. The limit
+/// belongs to the kernel, and another object may need more than this one.
+/// Errors   the device has fewer than `wanted` bytes: tessera::error, which names the kernel.
 template <class Entry>
 void allow_shared(Entry entry, std::size_t wanted, const device_info& device, const std::string& kernel) {
   cudaFuncAttributes compiled{};

@@ -6,7 +6,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// The lane of a block of one dimension, read where it is used: what is made of it takes no register until then.
+/// The lane of a block of one dimension, read where it is used: values made of it take no register until then.
 __device__ __forceinline__ int lane_here() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -31,10 +31,10 @@ __device__ __forceinline__ float2 warp_sum(float2 value) {
 __device__ __forceinline__ unsigned warp_sum(unsigned value) { return __reduce_add_sync(~0u, value); }
 __device__ __forceinline__ index_t warp_sum(index_t value) { return __reduce_add_sync(~0u, value); }
 
-/// The largest of a warp, none of them NaN.
+/// The largest value of a warp; none may be NaN.
 __device__ __forceinline__ float warp_max(float value) {
-  const int bits = __float_as_int(value), most = __reduce_max_sync(~0u, bits >= 0 ? bits : bits ^ 0x7fffffff);
-  return __int_as_float(most >= 0 ? most : most ^ 0x7fffffff);
+  const int bits = __float_as_int(value), largest = __reduce_max_sync(~0u, bits >= 0 ? bits : bits ^ 0x7fffffff);
+  return __int_as_float(largest >= 0 ? largest : largest ^ 0x7fffffff);
 }
 
 /// The sum of `Lanes` neighbouring lanes (2, 4, 8 or 16), on each of them.
@@ -44,7 +44,7 @@ __device__ __forceinline__ T lanes_sum(T value) {
   for (int step = 1; step < Lanes; step *= 2) value += __shfl_xor_sync(~0u, value, step);
   return value;
 }
-/// The largest of `Lanes` neighbouring lanes, on each of them; a NaN loses.
+/// The largest value of `Lanes` neighbouring lanes, on each of them; a NaN loses.
 template <int Lanes>
 __device__ __forceinline__ float lanes_max(float value) {
 #pragma unroll
@@ -52,9 +52,9 @@ __device__ __forceinline__ float lanes_max(float value) {
   return value;
 }
 
-/// `Count` sums over `Lanes` neighbouring lanes at once, both powers of two, Count <= Lanes: each lane gets that of
-/// values[rank % Count]. Lanes that no longer carry a value carry another: Count - 1 shuffles and log2(Lanes / Count)
-/// more.
+/// `Count` sums over `Lanes` neighbouring lanes at once; both are powers of two, Count <= Lanes. Each lane gets the sum
+/// of values[rank % Count]. After each round half of the lanes carry one value and half another, so that it takes
+/// Count - 1 shuffles and log2(Lanes / Count) more.
 template <int Lanes, int Count>
 __device__ __forceinline__ float lanes_sums(float (&values)[Count], int rank) {
   static_assert(Count <= Lanes && (Count & (Count - 1)) == 0, "tessera: lanes add up a power of two of values");
@@ -63,8 +63,8 @@ __device__ __forceinline__ float lanes_sums(float (&values)[Count], int rank) {
     const bool upper = rank & half;
 #pragma unroll
     for (int i = 0; i < half; ++i) {
-      const float given = upper ? values[i] : values[i + half], kept = upper ? values[i + half] : values[i];
-      values[i] = kept + __shfl_xor_sync(~0u, given, half);
+      const float sent = upper ? values[i] : values[i + half], retained = upper ? values[i + half] : values[i];
+      values[i] = retained + __shfl_xor_sync(~0u, sent, half);
     }
   }
 #pragma unroll
@@ -92,8 +92,8 @@ __device__ __forceinline__ uint2 inclusive_sum(uint2 value, int lane) {
   return value;
 }
 
-/// The lanes of a warp as a team that runs one body together: see core/one_lane.hpp. Host bodies are there because HD
-/// templates name them; nobody calls them.
+/// The lanes of a warp as a team that runs one body together; core/one_lane.hpp says what a team is. Host bodies exist
+/// because HD templates name them; nobody calls them.
 struct warp_team {
   static constexpr int size = 32;
   TESSERA_HD int rank() const {
@@ -125,28 +125,29 @@ struct warp_team {
   }
 };
 
-/// How the threads of a block meet that all come by one place of the code; elsewhere: numbered_barrier.
+/// How all threads of a block meet at one line of the code. Threads that meet at several lines use numbered_barrier.
 struct whole_block {
   __device__ static void wait() { __syncthreads(); }
 };
 
-/// Prefix sums over the threads of a block, for unsigned and index_t; lies in shared memory. All threads call; one
-/// barrier, and another is needed before the next call. Threads that begin at a multiple of `Threads` in a larger block
-/// may do it, if they alone meet at `Meeting`. cub::BlockScan does the same: decision 0011 says why it is not used.
+/// Prefix sums over the threads of a block, for unsigned and index_t; lies in shared memory. All threads call it. A
+/// call has one barrier, and another is needed before the next call. A part of a larger block may scan too: it begins
+/// at a multiple of `Threads`, and its threads alone meet at `Meeting`. cub::BlockScan does the same; decision 0011
+/// says why it is not used.
 template <int Threads, class T, class Meeting = whole_block>
 struct block_scan {
   static constexpr int warps = Threads / 32;
   static_assert(Threads % 32 == 0 && warps <= 32, "tessera: a block scans up to 32 whole warps");
   T warp_total[warps];
 
-  /// The sum of the threads before this one.
-  __device__ __forceinline__ T before(T value) {
+  /// The sum of the values of the threads of lower rank.
+  __device__ __forceinline__ T exclusive_sum(T value) {
     const T in_warp = scan_warp(value);
     const int lane = threadIdx.x % 32, warp = threadIdx.x % Threads / 32;
     const T of_lane = lane < warps ? warp_total[lane] : T(0);
     return in_warp - value + warp_sum(lane < warp ? of_lane : T(0));
   }
-  /// The sum of all threads, behind `before`.
+  /// The sum of all values, after `exclusive_sum`.
   __device__ __forceinline__ T total() const {
     const int lane = threadIdx.x % 32;
     return warp_sum(lane < warps ? warp_total[lane] : T(0));

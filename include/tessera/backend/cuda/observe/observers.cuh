@@ -1,4 +1,4 @@
-// Observers on the device: what a first stage's scorer has to see of a conversation, by layer and sequence.
+// Observers on the device: what a first stage's scorer needs to know of a conversation, by layer and sequence.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// What a choice by a recipe's first stage begins with.
+/// The problem that a choice by a recipe's first stage fills in.
 template <class Recipe>
 using first_stage_problem = choose_problem<typename kv_store<typename Recipe::layout_type>::view_type,
                                            typename Recipe::layout_type::element_type>;
@@ -30,24 +30,24 @@ using first_stage_problem = choose_problem<typename kv_store<typename Recipe::la
 inline constexpr index_t observed_at_once = 512;
 
 /// The observer of a recipe whose first stage chooses by position alone, or not at all. Every observer is made with
-/// (recipe, shape, options, device, batch), `batch` being the most sequences of one choice, and has these members:
+/// (recipe, shape, options, device, batch), where `batch` bounds the sequences of one choice, and has these members:
 ///   with_scores                          whether the store holds a score beside each token
-///   queries_at_once(recipe, options)     rows of queries that one call scores, at most
-///   forget(id), forget(owner)            what was observed of a turn goes, but for what lasts from turn to turn
-///   copy(from, to, stream)               what lasts, to an id that goes on from another one's
-///   observe_prompt(...)                  takes the queries of a chunk whose last one is at `next` - 1; the store holds
-///                                        the chunk's tokens already
+///   queries_at_once(recipe, options)     an upper bound of the rows of queries that one call scores
+///   forget(id), forget(owner)            forgets what was observed of a turn, except what lasts from turn to turn
+///   copy(from, to, stream)               copies what lasts to an id that continues another one
+///   observe_prompt(...)                  observes the queries of a chunk whose last one is at `next` - 1, after its
+///                                        tokens have been appended
 ///   lse_room(tokens)                     where the attention of a prompt's newest tokens writes log-sum-exps for
 ///                                        `observe_attention`; data null: nowhere
-///   observe_attention(...)               a layer's newest queries have been attended over all that it stores; `lse`:
-///                                        of those that `lse_room` has room for at least
-///   observe_step(...)                    takes the queries of a step that has been attended, of a batch; `ids` and
+///   observe_attention(...)               called when a layer's newest queries have been attended over all that it
+///                                        stores; `lse`: at least of the queries that `lse_room` has room for
+///   observe_step(...)                    observes the queries of a batch's step that has been attended; `ids` and
 ///                                        `first_position` lie on the device
-///   queries(owner, reach, next, stream)  what a prompt's choice sees; `next` lies on the device
-///   queries_in_step(...)                 what the choice of a batch sees
+///   queries(owner, reach, next, stream)  the queries of a prompt's choice; `next` lies on the device
+///   queries_in_step(...)                 the queries of a batch's choice
 ///   tail(owner, held, policies)          the newest of `held` tokens that stay whatever their score
 ///   complete(problem, store)             adds what was observed to the problem of a choice
-///   bytes_of_layer()                     what it holds for one layer of one sequence
+///   bytes_of_layer()                     bytes that it holds for one layer of one sequence
 template <class Recipe>
 class no_observer {
  public:
@@ -83,16 +83,16 @@ class no_observer {
   offset_t bytes_of_layer() const { return 0; }
 };
 
-/// The observer of a recipe, by what its scorer observes; each kind specialises this in its own header.
+/// The observer of a recipe, by what its scorer observes. Each kind specialises this.
 template <class Recipe>
 struct observer_of {
   using type = no_observer<Recipe>;
 };
 
-/// The last queries of a turn's prompt, which are remembered until it ends.
+/// Observes the last queries of a turn's prompt, until it ends.
 ///
-/// A choice takes its rows' log-sum-exps from the prompt's attention, which goes over the same keys, only where chunks
-/// matter anyway: attention of few rows is split, so that bits would hang on the pieces in which a prompt comes.
+/// A choice could take its rows' log-sum-exps from the prompt's attention, which covers the same keys. It does so only
+/// where chunks change results anyway: attention of few rows is split, so bits would depend on a prompt's chunks.
 template <class Recipe>
 class window_observer : public no_observer<Recipe> {
   using base = no_observer<Recipe>;
@@ -123,20 +123,20 @@ class window_observer : public no_observer<Recipe> {
     window_.remember(order_.index(owner), q, stream);
     lse_.forget(order_.index(owner));
   }
-  rows_view<float> lse_room(index_t tokens) const { return lse_.room(tokens); }
+  rows_view<float> lse_room(index_t tokens) const { return lse_.output(tokens); }
   void observe_attention(sequence_layer owner, const rows_view<const T>& q, const rows_view<float>& lse,
                          cudaStream_t stream) {
-    lse_.take(order_.index(owner), window_, q, lse, stream);
+    lse_.store(order_.index(owner), window_, q, lse, stream);
   }
   newest_rows<T> queries(sequence_layer owner, const prompt_reach& reach, const index_t*, cudaStream_t stream) {
     const rows_view<const T> q = window_.queries(order_.index(owner));
     return {q, nullptr, set_number(position_.data(), reach.end - q.tokens, stream),
-            lse_.of(order_.index(owner), q.tokens)};
+            lse_.lse(order_.index(owner), q.tokens)};
   }
   index_t tail(sequence_layer owner, index_t, const planned<Recipe>&) const {
     return window_.queries(order_.index(owner)).tokens;
   }
-  offset_t bytes_of_layer() const { return window_.bytes_per_place() + lse_.bytes_per_place(); }
+  offset_t bytes_of_layer() const { return window_.bytes_per_entry() + lse_.bytes_per_entry(); }
 
  private:
   index_t layers_;
@@ -146,7 +146,7 @@ class window_observer : public no_observer<Recipe> {
   device_buffer<index_t> position_{1};
 };
 
-/// The newest queries of a conversation, those of steps too; they are remembered as long as it lasts.
+/// Observes the newest queries of a conversation, those of steps included, as long as it lasts.
 template <class Recipe>
 class following_observer : public no_observer<Recipe> {
   using base = no_observer<Recipe>;
@@ -182,19 +182,20 @@ class following_observer : public no_observer<Recipe> {
   index_t tail(sequence_layer, index_t held, const planned<Recipe>& policies) const {
     return (std::min)(policies.first.scorer.window, held);
   }
-  offset_t bytes_of_layer() const { return window_.bytes_per_place(); }
+  offset_t bytes_of_layer() const { return window_.bytes_per_entry(); }
 
  private:
   query_ring<T> window_;
   device_buffer<index_t> position_{1};
 };
 
+/// Scorers that observe a window of queries.
 template <class Recipe>
 requires(Recipe::retain_type::observed == observes::window) struct observer_of<Recipe> {
   using type = std::conditional_t<Recipe::retain_type::follows, following_observer<Recipe>, window_observer<Recipe>>;
 };
 
-/// A score beside each token, made by something else than queries that the cache sees (KVzip's second reading).
+/// A score beside each token that does not come from queries of the cache (KVzip's second reading).
 template <class Recipe>
 class stored_scores_observer : public no_observer<Recipe> {
  public:
@@ -207,7 +208,7 @@ class stored_scores_observer : public no_observer<Recipe> {
   }
 };
 
-/// Adds what every query so far gives to the scores that lie beside the tokens.
+/// Adds the weights of every query to the scores that lie beside the tokens.
 template <class Recipe>
 class accumulating_observer : public stored_scores_observer<Recipe> {
   using base = stored_scores_observer<Recipe>;
@@ -270,17 +271,19 @@ class accumulating_observer : public stored_scores_observer<Recipe> {
   device_buffer<index_t> position_;
 };
 
+/// Scorers that observe every query.
 template <class Recipe>
 requires(Recipe::retain_type::observed == observes::every_query) struct observer_of<Recipe> {
   using type = accumulating_observer<Recipe>;
 };
 
+/// Scorers that observe a second reading of the text.
 template <class Recipe>
 requires(Recipe::retain_type::observed == observes::rereading) struct observer_of<Recipe> {
   using type = stored_scores_observer<Recipe>;
 };
 
-/// What the queries of a turn's prompt are like (Expected Attention); forgotten when it ends.
+/// Collects statistics of the queries of a turn's prompt (Expected Attention), until it ends.
 /// Errors   a model without rope_frequencies: tessera::error.
 template <class Recipe>
 class statistics_observer : public no_observer<Recipe> {
@@ -307,14 +310,14 @@ class statistics_observer : public no_observer<Recipe> {
     sums_.add(order_.index(owner), q, next - q.tokens, policies.first.scorer.sinks, stream);
   }
   newest_rows<T> queries(sequence_layer owner, const prompt_reach&, const index_t* next, cudaStream_t stream) {
-    set_number(statistics_.data(), sums_.of(order_.index(owner), stream), stream);
+    set_number(statistics_.data(), sums_.statistics(order_.index(owner), stream), stream);
     return {{}, nullptr, next};
   }
   void complete(first_stage_problem<Recipe>& problem, const store_type&) const {
     problem.statistics = statistics_.data();
     problem.rope_frequencies = sums_.frequencies();
   }
-  offset_t bytes_of_layer() const { return sums_.bytes_per_place(); }
+  offset_t bytes_of_layer() const { return sums_.bytes_per_entry(); }
 
  private:
   static index_t entries(const model_shape& shape, const cache_options& options) {
@@ -328,6 +331,7 @@ class statistics_observer : public no_observer<Recipe> {
   device_buffer<query_statistics> statistics_{1};
 };
 
+/// Scorers that observe statistics of the queries.
 template <class Recipe>
 requires(Recipe::retain_type::observed == observes::statistics) struct observer_of<Recipe> {
   using type = statistics_observer<Recipe>;

@@ -1,4 +1,4 @@
-// Readers: what a second stage keeps beside the tokens (an index), and how it chooses by it what a step reads.
+// Readers: the index that a second stage has beside the tokens, and how it chooses by it what a step reads.
 #pragma once
 
 #include <algorithm>
@@ -16,14 +16,14 @@ namespace cuda {
 /// Every plan that conversations of these options may have.
 template <class Recipe, class Visit>
 void for_each_plan(const Recipe& recipe, const cache_options& options, const Visit& visit) {
-  // Sizes change slowly with the prompt: a step of a hundredth meets every page, and the ends meet the extremes.
+  // Sizes change slowly with the prompt: steps of a hundredth meet every page, and the ends meet the extremes.
   for (double prompt = options.first_prompt; prompt < options.tokens; prompt = (std::max)(prompt + 1, prompt * 1.01)) {
     visit(recipe.plan_unchecked(index_t(prompt)));
   }
   visit(recipe.plan_unchecked(options.tokens));
 }
 
-/// Of readers that choose slots.
+/// Base of readers that choose slots.
 struct slot_reader {
   template <class Store>
   static const host_vector<index_t>& slots(const Store&, sequence_layer, const host_vector<index_t>& list) {
@@ -31,9 +31,9 @@ struct slot_reader {
   }
 };
 
-/// The most tokens of a head that a plan keeps and decodes; all where nothing is dropped.
+/// An upper bound of the tokens of a head that a plan keeps and decodes; all where nothing is dropped.
 template <class Recipe>
-index_t most_indexed(const Recipe& recipe, const cache_options& options) {
+index_t max_indexed(const Recipe& recipe, const cache_options& options) {
   if (!Recipe::retain_type::drops) return options.tokens;
   index_t most = 0;
   for_each_plan(recipe, options, [&](const stage_plan& plan) {
@@ -41,28 +41,29 @@ index_t most_indexed(const Recipe& recipe, const cache_options& options) {
   });
   return most;
 }
-/// Tokens of a head that an index has room for. Where tokens are dropped, what plans keep and as much again: an answer
-/// that is longer needs `index_tokens`.
+/// Tokens of a head that an index has room for. Where tokens are dropped, it is twice what plans keep: a longer answer
+/// needs `index_tokens`.
 template <class Recipe>
 index_t index_tokens(const Recipe& recipe, const cache_options& options) {
   if (options.index_tokens > 0) return options.index_tokens;
   if (!Recipe::retain_type::drops) return options.tokens;
-  return index_t((std::min<offset_t>)(options.tokens, 2 * offset_t(most_indexed(recipe, options)) + 1024));
+  return index_t((std::min<offset_t>)(options.tokens, 2 * offset_t(max_indexed(recipe, options)) + 1024));
 }
 /// Errors   an index for `room` tokens of a head is too small for what the recipe's plans keep; for `tokens`.
 template <class Recipe>
 void require_indexed(const Recipe& recipe, const cache_options& options, index_t room) {
-  const index_t needed = (std::min)(options.tokens, most_indexed(recipe, options));
+  const index_t needed = (std::min)(options.tokens, max_indexed(recipe, options));
   require(needed <= room, "tokens whose keys the budget's plans index", needed,
           "at most cache_options::index_tokens, which is " + std::to_string(room),
           "raise index_tokens, or make a new cache for this budget");
 }
+/// Errors   an index for `room` tokens of a head is too small for `tokens`.
 inline void require_index_fits(offset_t tokens, index_t room) {
   require(tokens <= room, "tokens whose keys are indexed", tokens,
           "at most cache_options::index_tokens, which is " + std::to_string(room), "raise index_tokens");
 }
 
-/// A kv_head of a layer of one sequence, whose newest tokens are read whatever is chosen.
+/// A kv_head of a layer of one sequence. Its `newest` tokens are read whatever is chosen.
 struct head_place {
   sequence_layer owner;
   index_t head;
@@ -72,23 +73,23 @@ struct head_place {
 template <class Recipe, class View, class Out>
 class exact_reader;
 
-/// The reader of a recipe that retrieves, over views of what a step may read, for outputs of `Out`. A recipe that needs
-/// an index of its own specialises this for its scorers, in the header of the index; without that, exact scores of
-/// every key are read.
+/// The reader of a recipe that retrieves, over views that a step may read, for outputs of `Out`. A recipe with an index
+/// of its own specialises this for its scorers, in the header of the index. Other recipes score every key exactly.
 ///
-/// A reader is made with (recipe, shape, options, device). All but `fit`, `adopt` and what answers bytes only enqueues.
-///   fit(recipe, shape, options, device), adopt(fitted)   what another budget needs; puts it in place
+/// A reader is made with (recipe, shape, options, device). All calls but `fit`, `adopt` and those about bytes only
+/// enqueue.
+///   fit(recipe, shape, options, device), adopt(fitted)   operations for another budget; uses them from now on
 ///   require_covered(policies), require_fits(tokens)      tessera::error where the reader's memory is too small
 ///   gathered()                               the columns by id that `prepare_step` gathers for a batch
-///   set_plan(id, policies, stream)           a sequence's plan is new
-///   refresh(owner, view, longest, stream)   a prompt has ended: what is kept of a layer is made anew
-///   copy(from, to, stream)                   behind `refresh`: what lasts beside that, of an id that goes on from
-///                                            another one's
-///   rebuild(layer, ids, view, stream)        slots of a batch have moved in place
+///   set_plan(id, policies, stream)           called when a sequence has a new plan
+///   refresh(owner, view, longest, stream)    called when a prompt has ended: a layer's index is built anew
+///   copy(from, to, stream)                   called after `refresh` for an id that continues another one: copies what
+///                                            is not part of the index
+///   rebuild(layer, ids, view, stream)        called when slots of a batch have moved in place
 ///   choose(layer, view, q, first, rule, out, lse, chosen, stream) -> bool
-///                                            sets `chosen`; or attends too, and answers true
+///                                            sets `chosen`; or attends too, and returns true
 ///   slots(store, layer, id, list)            the slots that one list of `chosen` stands for
-///   complete(layer, ids, view, out, stream)   corrects the step's output; most have nothing to add
+///   complete(layer, ids, view, out, stream)  corrects the step's output; most readers do nothing
 ///   bytes(policies, tokens)                  of the heads of a layer
 ///   attended(policies, n, place), bytes_read(policies, n, place)   of one head; they may synchronise
 template <class Recipe, class View, class Out>
@@ -96,7 +97,7 @@ struct reader_of {
   using type = exact_reader<Recipe, View, Out>;
 };
 
-/// What a reader does not do that keeps nothing beside the rows.
+/// Base of readers without an index.
 template <class Recipe, class View, class Out>
 struct reader_without_index {
   void require_covered(const planned<Recipe>&) const {}

@@ -1,5 +1,4 @@
-// What decode steps read on the device: of everything, or of a filter's candidates; all of it, or what a reader
-// chooses.
+// What decode steps read on the device: everything or a filter's candidates, and of those all or what a reader chooses.
 #pragma once
 
 #include <type_traits>
@@ -16,7 +15,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Recipes that read everything that they may.
+/// The reader of recipes that read everything that they may.
 template <class Recipe, class View, class Out>
 class whole_reader : public slot_reader, public reader_without_index<Recipe, View, Out> {
  public:
@@ -33,12 +32,13 @@ class whole_reader : public slot_reader, public reader_without_index<Recipe, Vie
   static offset_t bytes_read(const planned<Recipe>&, offset_t, const head_place&) { return 0; }
 };
 
+/// Recipes without a second stage.
 template <class Recipe, class View, class Out>
 requires(!Recipe::retrieve_type::retrieves) struct reader_of<Recipe, View, Out> {
   using type = whole_reader<Recipe, View, Out>;
 };
 
-/// Candidates where a filter chooses, and what the recipe's reader keeps.
+/// The candidates, where a filter chooses some, and the recipe's reader.
 template <class Recipe, class Out>
 class reading {
   using retain_type = typename Recipe::retain_type;
@@ -46,26 +46,27 @@ class reading {
   using all_view = typename store_type::view_type;
   using T = typename all_view::element_type;
   static constexpr bool filters = retain_type::chooses && !retain_type::drops;
-  using lists_type = std::conditional_t<filters, candidates<all_view>, no_candidates<all_view>>;
+  using candidates_type = std::conditional_t<filters, cuda::candidates<all_view>, no_candidates<all_view>>;
 
  public:
-  using view_type = typename lists_type::view_type;
-  /// What a reader gets to see: of a recipe whose steps see segments, with those of the view's slots.
+  using view_type = typename candidates_type::view_type;
+  /// The view that a reader gets. In recipes whose steps read segments it has the segments of its slots.
   using shown_type = std::conditional_t<Recipe::needs_step_segments, segmented_view<view_type>, view_type>;
   using reader_type = typename reader_of<Recipe, shown_type, Out>::type;
 
   reading(const Recipe& recipe, const model_shape& shape, const cache_options& options, const device_info& device)
-      : lists_(shape, options.sequences, options.tokens, reading_members(recipe.retain, shape.q_heads / shape.kv_heads),
-               fires_in_steps<typename Recipe::schedule_type>),
+      : candidates_(shape, options.sequences, options.tokens,
+                    reading_members(recipe.retain, shape.q_heads / shape.kv_heads),
+                    fires_in_steps<typename Recipe::schedule_type>),
         reader_(recipe, shape, options, device) {}
 
-  lists_type& lists() { return lists_; }
-  const lists_type& lists() const { return lists_; }
+  candidates_type& candidates() { return candidates_; }
+  const candidates_type& candidates() const { return candidates_; }
   reader_type& reader() { return reader_; }
   const reader_type& reader() const { return reader_; }
 
   host_vector<detail::gathered_column> gathered() const {
-    auto all = lists_.gathered();
+    auto all = candidates_.gathered();
     for (const auto& column : reader_.gathered()) all.push_back(column);
     return all;
   }
@@ -74,24 +75,24 @@ class reading {
     reader_.set_plan(id, policies, stream);
   }
 
-  /// Errors   `tokens` more are too many for what the reader keeps.
+  /// Errors   the reader has no room for `tokens` more.
   void require_fits(sequence_layer owner, const store_type& store, index_t tokens) const {
-    reader_.require_fits(offset_t(lists_.bound(owner, store.bound(owner)).longest) + tokens);
+    reader_.require_fits(offset_t(candidates_.bound(owner, store.bound(owner)).longest) + tokens);
   }
 
-  /// A prompt has ended: what the reader keeps of a layer of one sequence is made anew.
+  /// Called when a prompt has ended: the reader's index of a layer of one sequence is built anew.
   void refresh(sequence_layer owner, const store_type& store, cudaStream_t stream) const {
-    const token_bound held = lists_.bound(owner, store.bound(owner));
+    const token_bound held = candidates_.bound(owner, store.bound(owner));
     const all_view all = store.view(owner);
-    reader_.refresh(owner, shown(store, all, lists_.view(owner, all)), held.longest, stream);
+    reader_.refresh(owner, shown(store, all, candidates_.view(owner, all)), held.longest, stream);
   }
-  /// Slots of a batch have moved in place.
+  /// Called when slots of a batch have moved in place.
   void rebuild(index_t layer, const index_t* ids, const store_type& store, const all_view& all,
                cudaStream_t stream) const {
-    reader_.rebuild(layer, ids, shown(store, all, lists_.batch_view(layer, all)), stream);
+    reader_.rebuild(layer, ids, shown(store, all, candidates_.batch_view(layer, all)), stream);
   }
 
-  /// `view`: of what `all`, the store's, has; as the reader sees it.
+  /// `view`, which shows slots of the store's view `all`, as the reader sees it.
   shown_type shown([[maybe_unused]] const store_type& store, [[maybe_unused]] const all_view& all,
                    const view_type& view) const {
     if constexpr (Recipe::needs_step_segments) {
@@ -101,13 +102,13 @@ class reading {
     }
   }
 
-  /// What it may read; of one place in the group, where query heads read apart.
+  /// The view that a batch may read; of one member of the group, where query heads read apart.
   view_type batch_view(index_t layer, const all_view& all, index_t member = 0) const {
-    return lists_.batch_view(layer, all, member);
+    return candidates_.batch_view(layer, all, member);
   }
 
  private:
-  lists_type lists_;
+  candidates_type candidates_;
   reader_type reader_;
 };
 

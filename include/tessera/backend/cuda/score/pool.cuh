@@ -1,4 +1,4 @@
-// A scorer's last pass over its scores on the GPU: pooling over neighbouring tokens, or a body of its own.
+// A scorer's last pass over its scores on the GPU: pooling over neighbouring tokens, or the scorer's own body.
 #pragma once
 
 #include <algorithm>
@@ -93,9 +93,9 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// A scorer's last pass over the candidates of every row; nothing at all for a scorer that has none.
+/// A scorer's last pass over the candidates of every row. It does nothing for a scorer without one.
 ///
-/// Same bits as max_pool and average_pool on the host; a NaN ranks last and touches no neighbour.
+/// Same bits as max_pool and average_pool on the host. A NaN ranks last and does not affect its neighbours.
 /// Shapes   out [rows, capacity], not the memory of `in`; slots of the protected tail are not written.
 /// Errors   an even kernel, or one outside 1 to 255: tessera::error before anything is launched.
 /// Cost     one launch, no workspace; scores are read and written once.
@@ -104,7 +104,7 @@ class finish_scores {
   static_assert(check_device_scorer<Scorer>());
 
  public:
-  /// Whether there is anything to do; else nobody needs `out`.
+  /// Whether there is anything to do; else `out` is not used.
   static constexpr bool changes = pooling_scorer<Scorer> || slot_finishing_scorer<Scorer>;
 
   finish_scores(index_t sequences, index_t kv_heads, index_t capacity, const device_info& device)
@@ -118,7 +118,7 @@ class finish_scores {
     return changes ? array_bytes<float>(std::size_t(rows_) * std::size_t(capacity_)) : 0;
   }
 
-  /// Whether this scorer's last pass leaves every score as it is, but for NaN, which ranks as -infinity either way.
+  /// Whether this scorer's last pass leaves every score unchanged, except NaN, which ranks as -infinity either way.
   static bool leaves_scores([[maybe_unused]] const Scorer& scorer) {
     if constexpr (pooling_scorer<Scorer>) {
       const pooling_window window = scorer.pooled();

@@ -1,4 +1,4 @@
-// Scoring on the GPU: what a set of query rows makes of every stored key, without an attention matrix.
+// Scoring on the GPU: query rows score every stored key, without an attention matrix.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Scores every stored token by the sum of scorer.weigh(logit, lse) over the query rows and the heads of their group,
-/// or by the largest of them; a mean over rows is the caller's division, and the newest query alone the caller's to
-/// pass.
+/// Scores every stored token by scorer.weigh(logit, lse) of the query rows and the heads of their group: by the sum, or
+/// by the largest. For a mean over rows the caller divides; for the newest query alone the caller passes only that.
 ///
 /// `workspace_bytes` once, then `run` any number of times: no allocation, no synchronisation, no length on the host, so
 /// a captured graph can be replayed while lengths grow. Equal to cpu::row_log_sum_exp and cpu::accumulate_scores to
@@ -27,8 +26,9 @@ namespace cuda {
 /// A logit that is not a number, or +infinity, is left out of its row's log-sum-exp and ranks its own token last.
 /// Shapes   as score_problem says; lengths at most `capacity`, n_q at most `queries`.
 /// Errors   shapes that the kernels cannot take: tessera::error before anything is launched.
-/// Cost     K is read twice, once when the engine hands over the rows' log-sum-exps: the first pass then goes over
-///          heads that have a row without one, and is not launched where the caller says that there is none. 2 * rows *
+/// Cost     K is read twice, or once where the engine gives the rows' log-sum-exps. The first pass then covers only
+/// heads
+///          that have a row without one, and is not launched where the caller says that all are given. 2 * rows *
 ///          tokens * k_dim multiply-adds each time on the tensor cores.
 template <class View, attentive_scorer Scorer>
 class attentive_score {
@@ -54,8 +54,8 @@ class attentive_score {
     query_rows_ = queries * (q_heads / kv_heads);
     require(offset_t(rows_) * query_rows_ <= offset_t(1) << 31, "query rows", offset_t(rows_) * query_rows_,
             "at most 2^31", "observe the prompt in smaller chunks");
-    // Every-query scorers must not see how the prompt was cut, so neither split nor kernel may depend on it; their
-    // calls have rows enough to fill the machine, and small splits would cost memory.
+    // Scorers of every query must not depend on how the prompt was cut, so neither split nor kernel may. Their calls
+    // have rows enough to fill the machine, and small splits would cost memory.
     split_ = in_order ? 2048 : 256;
     shape_.query_rows = query_rows_;
     shape_.capacity = capacity;
@@ -92,7 +92,7 @@ class attentive_score {
     watch_order(p.view, stream);
     auto* bytes = static_cast<unsigned char*>(workspace);
     float* lse = reinterpret_cast<float*>(bytes + lse_at());
-    // A call with fewer queries than the workspace has room for lays its rows out by its own count.
+    // A call with fewer queries than the workspace has room for lays out rows by its own count.
     const index_t query_rows = p.q.tokens * (q_heads_ / kv_heads_), rows = p.view.sequences * kv_heads_;
     const bool merges = query_rows > 0 && !p.lse_complete;
     if (merges) {
@@ -107,7 +107,7 @@ class attentive_score {
     detail::sum_shape shape = shape_;
     shape.lse = p.lse_complete ? nullptr : lse;
     shape.query_rows = query_rows;
-    // Begun early it may read keys: what wrote them has ended before the merge lets it begin.
+    // It begins early and may read keys: the launch that wrote them has ended before the merge lets it begin.
     launch(sum_entry_,
            {.blocks = unsigned(blocks_for(rows, sum_blocks_)),
             .threads = unsigned(sum_threads_),
@@ -117,7 +117,7 @@ class attentive_score {
   }
 
  private:
-  /// Calls with the first pass's kernel for this many query rows: 16, 64 or 128 a block.
+  /// Calls `call` with the first pass's kernel for this many query rows: 16, 64 or 128 a block.
   template <class Call>
   void with_lse_kernel(const Call& call) const {
     if constexpr (!in_order) {
@@ -137,8 +137,8 @@ class attentive_score {
     lse_blocks_ = resident(lse_entry_, lse_threads_, lse_shared_, device);
   }
 
-  /// The one rule for which kernels score: those with products of four warps where the program has them for this
-  /// device, and query rows fill more than a quarter of them and are no more than they hold. 64 rows of 8 heads,
+  /// Which kernels score: those with products of four warps, where the program has them for this device and the query
+  /// rows fill more than a quarter of them and are not more than they hold. 64 rows of 8 heads,
   /// 131,072 tokens: 149 us against 210 (H200, CUDA 13.0). Lost to them: both passes in one launch that meets all
   /// blocks head by head and keeps three quarters of the keys in shared memory reads K once, 281 MB, and takes 214 us:
   /// blocks wait 18 us a head for each other, for queries and for sums.
@@ -166,8 +166,8 @@ class attentive_score {
       overlaps_ = can_overlap(sum_entry_);
     }
   }
-  /// A block that goes on with another row waits for its queries and keys, as long as for about two units: where it
-  /// costs no more, so many blocks that rows of equal length end with one.
+  /// How many blocks to launch. A block that continues with another row waits for its queries and keys, as long as for
+  /// about two units. So where it costs no more, rows of equal length end with a block.
   int blocks_for(index_t rows, int most) const {
     if (!wide_ || rows < 1 || rows > most) return most;
     const int aligned = int(rows) * (most / int(rows));
@@ -194,22 +194,23 @@ class attentive_score {
     check(cudaFuncGetAttributes(&found, entry), "cudaFuncGetAttributes");
     return found;
   }
-  /// Shared memory that a launch of a kernel may ask for: what the kernel declares is the compiler's to round up.
+  /// Shared memory that a launch of a kernel may request, beside what the kernel declares, which the compiler rounds
+  /// up.
   template <class Entry>
   static std::size_t room_of(Entry entry, const device_info& device) {
     return std::size_t(device.shared_memory) - compiled(entry).sharedSizeBytes;
   }
-  /// Blocks that the machine holds at once; raises the kernel's shared memory limit.
+  /// Blocks that the device runs at once; raises the kernel's shared memory limit.
   template <class Entry>
   static int resident(Entry entry, int threads, std::size_t shared, const device_info& device) {
     const std::size_t room = room_of(entry, device);
     require(shared <= room, "shared memory of a block", shared, "at most " + std::to_string(room), "split the batch");
-    // All that there is: the limit belongs to the kernel, and another object may need more of it than this one.
+    // All of it: the limit belongs to the kernel, and another object may need more than this one.
     check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, int(room)), "cudaFuncSetAttribute");
     int blocks = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, entry, threads, shared),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    return (std::min)(most_pieces, (std::max)(1, blocks) * device.multiprocessors);
+    return (std::min)(max_pieces, (std::max)(1, blocks) * device.multiprocessors);
   }
 
   index_t slots() const { return ceil_div(capacity_, split_); }
@@ -231,7 +232,7 @@ class attentive_score {
 
 namespace detail {
 
-/// In place of an attentive_score where none is needed.
+/// Used instead of an attentive_score where none is needed.
 struct no_score {
   no_score(index_t, index_t, index_t, index_t, index_t, const device_info&) {}
   std::size_t workspace_bytes() const { return 0; }
@@ -247,7 +248,7 @@ struct score_where<View, Scorer, true> {
 
 }  // namespace detail
 
-/// attentive_score where it is needed: other scorers have no `weigh` to make one of.
+/// attentive_score where it is needed: other scorers have no `weigh`.
 template <class View, class Scorer, bool Needed>
 using attentive_score_where = typename detail::score_where<View, Scorer, Needed>::type;
 
@@ -268,8 +269,8 @@ __global__ void __launch_bounds__(Threads) divide_rows_entry(const __grid_consta
 
 }  // namespace detail
 
-/// Divides what a scoring call has written by how many query rows it added up: those of a token's group, for every
-/// query that counts. `capacity`: the most tokens of a row.   Cost  one read and write of the scores.
+/// Divides the scores of a call by the number of query rows that it added up: those of a token's group, for every query
+/// that counts. `capacity`: an upper bound of a row's tokens.   Cost  one read and write of the scores.
 template <class View>
 void divide_rows(const score_problem<View>& problem, index_t capacity, cudaStream_t stream) {
   const dim3 grid{unsigned(std::clamp(ceil_div(capacity, 2048), 1, 64)),

@@ -11,7 +11,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Query rows, stored keys and where their scores go; every pointer is a device pointer, every length is read there.
+/// Query rows, stored keys and where their scores go. Every pointer is a device pointer; lengths are read on the
+/// device.
 template <class View>
 struct score_problem {
   using T = typename View::element_type;
@@ -20,15 +21,15 @@ struct score_problem {
   const index_t* first_position = nullptr;  ///< [sequences], position of the first query
   const index_t* valid = nullptr;           ///< [sequences], how many of the n_q queries count; null: all
   logit_rule rule;
-  rows_view<const float> lse;  ///< [sequences, n_q, q_heads] from the engine; NaN and +infinity: that row's is computed
-                               ///< here; data null: all are
+  rows_view<const float> lse;  ///< [sequences, n_q, q_heads] from the engine. Where it is NaN or +infinity, or data is
+                               ///< null, it is computed here
   float* scores = nullptr;     ///< row = sequence * kv_heads + head, one float per slot
   const offset_t* offsets = nullptr;  ///< [rows], where a row's scores begin; null: row * row_stride
   offset_t row_stride = 0;
-  /// No row's log-sum-exp is missing from `lse`: each is taken as it stands, and the launches that look for others are
-  /// left out.
+  /// `lse` has the log-sum-exp of every row. Each is used as given, and the launches that compute missing ones are left
+  /// out.
   bool lse_complete = false;
-  bool accumulate = false;  ///< adds to what is there instead of writing over it
+  bool accumulate = false;  ///< adds to the scores instead of overwriting them
 
   TESSERA_HD float* score_row(index_t row) const { return scores + (offsets ? offsets[row] : row * row_stride); }
   TESSERA_HD index_t valid_queries(index_t sequence) const {
@@ -39,14 +40,14 @@ struct score_problem {
 
 namespace detail {
 
-/// The (sequence, kv_head) rows of a batch laid end to end and cut into units; each block takes an even run of them.
+/// The (sequence, kv_head) rows of a batch laid end to end and cut into units. Each block works on an even run of them.
 struct work_line {
   const index_t* ends;  // shared memory, [rows]: inclusive prefix sum of units
   index_t first_row, begin, end;
 
   __device__ index_t row_begin(index_t row) const { return row ? ends[row - 1] : 0; }
 
-  /// By all threads; it ends with a barrier. At most most_pieces blocks.
+  /// All threads call it; it ends with a barrier. At most max_pieces blocks.
   template <int Threads, class UnitsOf>
   __device__ static work_line plan(index_t* ends, block_scan<Threads, index_t>& scan, index_t rows, index_t block,
                                    index_t blocks, const UnitsOf& units_of) {
@@ -57,14 +58,14 @@ struct work_line {
   }
 };
 
-/// One (sequence, kv_head) and the query rows that score it; row r is query r / group, head r % group of the group.
+/// One (sequence, kv_head) and the query rows that score it. Row r is query r / group, head r % group of the group.
 struct scored_head {
   index_t sequence, head, tokens, group;
   index_t first_position;
   index_t query_rows;  // valid ones
 
   template <class View>
-  __device__ static scored_head at(const score_problem<View>& p, index_t row, index_t capacity) {
+  __device__ static scored_head find(const score_problem<View>& p, index_t row, index_t capacity) {
     scored_head found;
     found.sequence = row / p.view.kv_heads;
     found.head = row % p.view.kv_heads;
@@ -80,7 +81,7 @@ struct scored_head {
   __device__ auto query(const score_problem<View>& p, index_t query_row) const {
     return p.q.row(sequence, query_row / group, head * group + query_row % group);
   }
-  /// What the engine says of a row, below infinity; anything else: it says nothing.
+  /// The engine's log-sum-exp of a row; valid below infinity.
   template <class View>
   __device__ float given_lse(const score_problem<View>& p, index_t query_row) const {
     if (!p.lse.data) return infinity;
@@ -88,8 +89,8 @@ struct scored_head {
   }
 };
 
-/// Whether the engine gives the log-sum-exps of so many rows from the first on. By all threads of a block, at least as
-/// many.
+/// Whether the engine gives the log-sum-exps of `Rows` rows from the first on. All threads of a block call it, at least
+/// `Rows` of them.
 template <int Rows, class View>
 __device__ bool all_rows_given(const score_problem<View>& p, const scored_head& at, index_t first_query) {
   if (!p.lse.data) return false;
@@ -98,12 +99,13 @@ __device__ bool all_rows_given(const score_problem<View>& p, const scored_head& 
   return !__syncthreads_or(held && !(at.given_lse(p, query) < infinity));
 }
 
-/// Positions of the ends of a run of tokens: they ascend, so the ends tell what queries at [oldest, newest] see of it.
+/// The positions at the ends of a run of tokens. Positions ascend, so the ends tell what queries at [oldest, newest]
+/// see.
 struct token_span {
   index_t first, last;
 
   template <class View>
-  __device__ static token_span of(const View& view, const scored_head& at, index_t begin, index_t count) {
+  __device__ static token_span read(const View& view, const scored_head& at, index_t begin, index_t count) {
     return {view.position(at.sequence, at.head, begin),
             view.position(at.sequence, at.head, (min)(begin + count, at.tokens) - 1)};
   }
@@ -136,12 +138,12 @@ __device__ uint4 decoded_chunk(const Stored* from, float scale) {
   return make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
-/// A warp brings `Tokens` keys from slot `first` on, chunk by chunk where `place(token, chunk)` says; zeros beyond the
-/// end. Raw rows are copied without waiting; encoded ones pass through registers and are there behind the warp's next
-/// barrier.
-template <int Tokens, class View, class Place>
+/// A warp copies `Tokens` keys from slot `first` on, chunk by chunk to the address `address_of(token, chunk)`; zeros
+/// beyond the end. Raw rows are copied without waiting. Encoded rows pass through registers and are visible after the
+/// warp's next barrier.
+template <int Tokens, class View, class AddressOf>
 __device__ __forceinline__ void stage_keys_at(const View& view, const scored_head& at, index_t first,
-                                              const Place& place, int lane) {
+                                              const AddressOf& address_of, int lane) {
   using T = typename View::element_type;
   using stored = typename View::encoding_type::stored_type;
   constexpr int chunks = View::k_dim / 8;
@@ -154,19 +156,21 @@ __device__ __forceinline__ void stage_keys_at(const View& view, const scored_hea
     const stored* from = reinterpret_cast<const stored*>(__shfl_sync(~0u, row, token)) + chunk * 8;
     const bool valid = first + token < at.tokens;
     if constexpr (View::is_raw) {
-      copy_async16(place(token, chunk), from, valid);
+      copy_async16(address_of(token, chunk), from, valid);
     } else {
       const float of_row = __shfl_sync(~0u, scale, token);
-      store_shared16(place(token, chunk), valid ? decoded_chunk<T>(from, of_row) : make_uint4(0, 0, 0, 0));
+      store_shared16(address_of(token, chunk), valid ? decoded_chunk<T>(from, of_row) : make_uint4(0, 0, 0, 0));
     }
   }
 }
 
-/// The same as score_rows_staged lays them.
+/// The same in the layout of score_rows_staged.
 template <int Tokens, class View>
 __device__ void stage_keys(const View& view, const scored_head& at, index_t first, std::uint32_t to, int lane) {
-  const auto place = [to](int token, int chunk) { return to + score_rows_staged<View::k_dim>().place(token, chunk); };
-  stage_keys_at<Tokens>(view, at, first, place, lane);
+  const auto address_of = [to](int token, int chunk) {
+    return to + score_rows_staged<View::k_dim>().offset(token, chunk);
+  };
+  stage_keys_at<Tokens>(view, at, first, address_of, lane);
 }
 
 }  // namespace detail

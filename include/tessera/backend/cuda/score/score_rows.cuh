@@ -9,8 +9,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Scores of every stored slot by row = sequence * kv_heads + head; every pointer is a device pointer. The newest
-/// `tail` slots of a row are kept whatever their score; the others are its candidates. The device's layer_scores.
+/// Scores of every stored slot by row = sequence * kv_heads + head: the device's layer_scores. Every pointer is a
+/// device pointer. The newest `tail` slots of a row are kept whatever their score; the others are its candidates.
 struct score_rows {
   struct batch_strides {
     offset_t sequence = 0;
@@ -25,11 +25,10 @@ struct score_rows {
   const index_t* lengths = nullptr;  ///< as kv_view has them
   batch_strides length_strides{};
   index_t tail = 0;
-  const index_t* tails = nullptr;  ///< [sequences], in place of `tail` where turns differ; null: one for all
-  const index_t* budgets =
-      nullptr;  ///< [sequences], in place of the budget's tokens where plans differ; null: the same
-  const index_t* settled = nullptr;     ///< [rows], first slots of each that stay and do not compete; null: none
-  const index_t* earlier = nullptr;     ///< [rows], of those the ones from before this turn; goes with `settled`
+  const index_t* tails = nullptr;    ///< [sequences], instead of `tail` where turns differ; null: one for all
+  const index_t* budgets = nullptr;  ///< [sequences], instead of the budget's tokens where plans differ; null: the same
+  const index_t* settled = nullptr;  ///< [rows], first slots of each that stay and do not compete; null: none
+  const index_t* earlier = nullptr;  ///< [rows], those of them from earlier turns; goes with `settled`
   const prompt_reach* reach = nullptr;  ///< [sequences]; goes with `settled`
 
   TESSERA_HD offset_t begin(index_t row) const { return offsets ? offsets[row] : row * row_stride; }
@@ -52,11 +51,11 @@ struct score_rows {
   TESSERA_HD index_t settled_of(index_t row) const { return settled ? settled[row] : 0; }
 };
 
-// What earlier choices have settled of a turn's prompt, on the GPU: the first slots of every head.
+// The slots of a turn's prompt that earlier choices have settled, on the GPU: the first slots of every head.
 
 namespace detail {
 
-/// Slots of a head before a position, by one warp: each look leaves a 32nd of what is left.
+/// How many slots of a head lie before a position, by one warp. Each probe leaves a 32nd of the range.
 template <class View>
 __device__ index_t slots_before(const View& view, index_t sequence, index_t head, index_t position, int lane) {
   index_t first = 0, last = view.length(sequence, head);  // the answer lies between them
@@ -74,7 +73,7 @@ __device__ index_t slots_before(const View& view, index_t sequence, index_t head
 
 inline constexpr int settled_threads = 128;
 
-/// A warp a row.
+/// A warp has a row.
 template <class View>
 __global__ void __launch_bounds__(settled_threads)
     find_settled_entry(const __grid_constant__ View view, index_t heads, const prompt_reach* reach, index_t* settled,
@@ -93,8 +92,8 @@ __global__ void __launch_bounds__(settled_threads)
 
 }  // namespace detail
 
-/// How many first slots of every row earlier choices have settled, and how many of them lie before the turn: by
-/// position, as the CPU finds them. `heads`: rows of a sequence, kv_heads or 1 where they hold the same slots.
+/// Counts the first slots of every row that earlier choices have settled, and those of them from earlier turns: by
+/// position, as the CPU does. `heads`: rows of a sequence, kv_heads or 1 where they have the same slots.
 /// Shapes   reach [sequences], settled, earlier [sequences * heads], all on the device.   Cost  one small launch.
 template <class View>
 void find_settled(const View& view, index_t heads, const prompt_reach* reach, index_t* settled, index_t* earlier,

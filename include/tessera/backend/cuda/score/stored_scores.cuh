@@ -1,5 +1,4 @@
-// The scores that a policy's scorer gives without queries, on the GPU: by position, by contents, beside the tokens
-// behind.
+// Scores without queries, on the GPU: by position, by contents, or beside the tokens behind.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +42,7 @@ void score_positions(const View& view, const index_t* next_position, const Score
 
 namespace detail {
 
-/// Where a scorer asks queries, or nothing is weighed.
+/// Used where a scorer needs queries, or nothing is weighed.
 struct no_stored_score {
   no_stored_score(index_t, index_t) {}
   std::size_t workspace_bytes() const { return 0; }
@@ -103,7 +102,7 @@ struct factor_score<View, Scorer> {
   using type = typename stored_score<View, std::remove_cvref_t<decltype(std::declval<Scorer&>().factor)>>::type;
 };
 
-/// x a share of the slots, y a (sequence, kv_head).
+/// blockIdx: x a share of the slots, y a (sequence, kv_head).
 template <class View, class Scorer, int Threads>
 __global__ void __launch_bounds__(Threads) multiply_entry(const __grid_constant__ View view, Scorer scorer,
                                                           const float* factors, float* scores, offset_t row_stride) {
@@ -116,7 +115,7 @@ __global__ void __launch_bounds__(Threads) multiply_entry(const __grid_constant_
 
 }  // namespace detail
 
-/// Scores of all stored slots become products with what the scorer's factor has found in them.
+/// Multiplies the scores of all stored slots by the factors that the scorer's factor has found.
 /// Shapes   factors, scores [sequences * kv_heads, row_stride], at most `row_stride` tokens a row.   Cost  one pass
 ///          over both.
 template <class View, multiplied_scorer Scorer>

@@ -1,4 +1,4 @@
-// New tokens behind the stored ones, on the GPU: rows converted and written, columns filled, lengths advanced.
+// Appends new tokens on the GPU: converts and writes rows, fills columns, advances lengths.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +14,12 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// Which segment of the text each new token belongs to, on the GPU: flags become numbers in a column beside the tokens.
+// Numbers the segments of new tokens on the GPU: flags become numbers in a column beside the tokens.
 
 namespace detail {
 
 /// A block a sequence: a thread a token, tile by tile. A run is what lies between two flags; it is cut after
-/// max_segment_tokens, so a token's number follows from its place in the run and from the pieces of the runs before
-/// it.
+/// max_segment_tokens. So a token's number follows from its index in the run and from the pieces of earlier runs.
 template <int Threads, class View, class E>
 __global__ void __launch_bounds__(Threads) number_segments_entry(const __grid_constant__ append_problem<View, E> p) {
   constexpr int warps = Threads / 32;
@@ -33,21 +32,22 @@ __global__ void __launch_bounds__(Threads) number_segments_entry(const __grid_co
   const index_t tokens = p.new_tokens ? (min)((max)(p.new_tokens[b], 0), p.k.tokens) : p.k.tokens;
   const std::uint8_t* ends = p.boundaries + offset_t(b) * p.k.tokens;
   const segment_cursor before = p.texts[b];
-  index_t run = -before.tokens, segment = before.segment;  // where the open run begins, and its first piece
+  index_t run = -before.tokens,
+          segment = before.segment;  // where the open run begins, and the number of its first piece
   for (index_t first = 0; first < tokens; first += Threads) {
     const index_t token = first + thread;
     const bool inside = token < tokens, flag = inside && ends[token] != 0;
     const unsigned of_warp = __ballot_sync(~0u, flag);
     if (lane == 0) flags[warp] = of_warp;
     __syncthreads();
-    // The last flag before this token, of its warp or of one before it.
+    // Behind the last flag before this token, of its warp or of an earlier one.
     const auto behind_last = [&](int w, unsigned earlier) {
       while (earlier == 0 && w > 0) earlier = flags[--w];
       return earlier ? first + w * 32 + 32 - __clz(earlier) : run;
     };
     const index_t begin = behind_last(warp, of_warp & ((1u << lane) - 1));
     const index_t pieces = flag ? ceil_div(token + 1 - begin, max_segment_tokens) : 0;
-    const index_t number = segment + scan.before(pieces) + (token - begin) / max_segment_tokens;
+    const index_t number = segment + scan.exclusive_sum(pieces) + (token - begin) / max_segment_tokens;
     if (inside) {
       for (index_t h = 0; h < heads; ++h) p.segments.entry(b, h, heads, p.view.length(b, h) + token) = number;
     }
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(Threads) number_segments_entry(const __grid_co
   }
 }
 
-/// Where the texts of a batch stand, alike in all layers.
+/// The state of a batch's texts, the same in all layers.
 inline constexpr int texts_at_a_time = 64;
 struct some_texts {
   segment_cursor texts[texts_at_a_time];
@@ -74,9 +74,10 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Fills the segment column for the tokens that `problem` appends, and moves its texts on. Before the lengths advance.
-/// The numbers of segment_cursor::advance.   Cost  one launch: a block a sequence, which reads a byte a token.
-/// `overlaps`: from sm_90 on it begins while the launch before it on the stream ends, and lets the next one begin.
+/// Fills the segment column for the tokens that `problem` appends, and advances its texts. Called before the lengths
+/// advance. The numbers are those of segment_cursor::advance.   Cost  one launch: a block a sequence, which reads a byte
+/// a token. `overlaps`: from sm_90 on it begins while the previous launch on the stream ends, and lets the next one
+/// begin.
 template <class View, class E>
 void number_segments(const append_problem<View, E>& problem, bool overlaps, cudaStream_t stream) {
   constexpr int threads = 256;
@@ -93,7 +94,7 @@ inline constexpr int append_threads = 256;
 inline constexpr int append_chunk = 8;  // elements that one thread converts at a time
 inline constexpr int in_flight = 4;     // chunks of a thread
 
-/// Eight elements as they come from memory, fetched before anything is done with them.
+/// Eight elements as they lie in memory, fetched before they are used.
 template <class E>
 struct raw_chunk {
   static constexpr int words = append_chunk * int(sizeof(E)) / 16;
@@ -128,7 +129,8 @@ struct raw_chunk {
   }
 };
 
-/// Two 16-bit elements after the CPU's round trip through fp32, which changes only NaN: made quiet, in fp16 all one.
+/// Two 16-bit elements after the CPU's round trip through fp32. It changes only NaN: made quiet, and in fp16 all the
+/// same.
 template <class T>
 __device__ std::uint32_t quieted(std::uint32_t pair) {
   constexpr std::uint32_t highest = std::is_same_v<T, bf16> ? 0x7f807f80u : 0x7c007c00u;
@@ -170,7 +172,7 @@ __device__ index_t tokens_of(const append_problem<View, E>& p, index_t sequence)
   return p.new_tokens ? (min)((max)(p.new_tokens[sequence], 0), p.k.tokens) : p.k.tokens;
 }
 
-/// What one column of blocks appends: a sequence, or one of its heads where heads have their own lengths.
+/// The part that one column of blocks appends: a sequence, or one of its heads where heads have lengths of their own.
 struct append_share {
   index_t sequence, first_head, heads, tokens, length;
 
@@ -194,20 +196,20 @@ struct append_share {
     }
     if (p.scores.data) p.scores.entry(sequence, head, p.view.kv_heads, slot) = 0;
   }
-  /// Where one block has it all it advances the length itself; else advance_entry does, because other blocks still read
-  /// it.
+  /// Advances the length where one block has the whole part. Else advance_entry does, because other blocks still read
+  /// the length.
   template <class View, class E>
   __device__ void advance(const append_problem<View, E>& p) const {
     if (gridDim.y > 1 || !p.lengths) return;
-    __syncthreads();  // every thread has read the length before
+    __syncthreads();  // every thread has read the old length
     if (threadIdx.x == 0) {
       p.lengths[sequence * p.view.length_strides.sequence + first_head * p.view.length_strides.head] = length + tokens;
     }
   }
 };
 
-/// What follows, attention most of the time, may be set up while rows are appended, and appending while what is before
-/// it ends.
+/// Lets the next launch, usually attention, be set up while rows are appended, and appending while the previous launch
+/// ends.
 __device__ __forceinline__ void begin_append(bool overlaps) {
   if (!overlaps) return;
   wait_for_earlier();
@@ -224,59 +226,61 @@ __global__ void __launch_bounds__(append_threads)
   const append_share share(p);
   const index_t b = share.sequence;
   const offset_t work = offset_t(share.tokens) * share.heads * chunks, step = offset_t(gridDim.y) * append_threads;
-  struct place {
+  struct chunk_address {
     index_t part, token, head;
   };
   const auto find = [&](offset_t i) {
     const index_t row = index_t(i / chunks);
-    return place{index_t(i % chunks), row / share.heads, share.first_head + row % share.heads};
+    return chunk_address{index_t(i % chunks), row / share.heads, share.first_head + row % share.heads};
   };
   for (offset_t base = offset_t(blockIdx.y) * append_threads + threadIdx.x; base < work; base += step * in_flight) {
     raw_chunk<E> chunk[in_flight];
 #pragma unroll
     for (int u = 0; u < in_flight; ++u) {
       if (base + u * step >= work) break;
-      const place at = find(base + u * step);
-      chunk[u].load(at.part < k_chunks ? p.k.row(b, at.token, at.head) + at.part * append_chunk
-                                       : p.v.row(b, at.token, at.head) + (at.part - k_chunks) * append_chunk,
+      const chunk_address address = find(base + u * step);
+      chunk[u].load(address.part < k_chunks
+                        ? p.k.row(b, address.token, address.head) + address.part * append_chunk
+                        : p.v.row(b, address.token, address.head) + (address.part - k_chunks) * append_chunk,
                     aligned_from);
     }
 #pragma unroll
     for (int u = 0; u < in_flight; ++u) {
       if (base + u * step >= work) break;
-      const place at = find(base + u * step);
-      const index_t slot = share.length + at.token;
-      if (at.part < k_chunks) {
+      const chunk_address address = find(base + u * step);
+      const index_t slot = share.length + address.token;
+      if (address.part < k_chunks) {
         const offset_t stride = p.view.k_strides.dim;
-        store_chunk(p.view.key(b, at.head, slot) + at.part * append_chunk * stride, stride, aligned_to, chunk[u]);
+        store_chunk(p.view.key(b, address.head, slot) + address.part * append_chunk * stride, stride, aligned_to,
+                    chunk[u]);
       } else {
         const offset_t stride = p.view.v_strides.dim;
-        store_chunk(p.view.value(b, at.head, slot) + (at.part - k_chunks) * append_chunk * stride, stride, aligned_to,
-                    chunk[u]);
+        store_chunk(p.view.value(b, address.head, slot) + (address.part - k_chunks) * append_chunk * stride, stride,
+                    aligned_to, chunk[u]);
       }
-      if (at.part == 0) share.fill_columns(p, at.head, at.token, word);
+      if (address.part == 0) share.fill_columns(p, address.head, address.token, word);
     }
   }
   share.advance(p);
 }
 
-/// The same for encoded rows: neighbouring lanes take a row together, because its scale depends on all of it. The bits
-/// of encode_row.
+/// The same for encoded rows. Neighbouring lanes share a row, because its scale depends on all of it. The bits are
+/// those of encode_row.
 template <class View, class E>
 __global__ void __launch_bounds__(append_threads)
     append_encoded_entry(const __grid_constant__ append_problem<View, E> p, bool aligned_from, bool aligned_to,
                          bool overlaps, disorder_word word) {
   using encoding = typename View::encoding_type;
   using stored = typename encoding::stored_type;
-  constexpr int most_chunks = (View::k_dim > View::v_dim ? View::k_dim : View::v_dim) / append_chunk;
-  constexpr int lanes = most_chunks <= 8 ? 8 : most_chunks <= 16 ? 16 : 32, rows_at_once = append_threads / lanes;
+  constexpr int max_chunks = (View::k_dim > View::v_dim ? View::k_dim : View::v_dim) / append_chunk;
+  constexpr int lanes = max_chunks <= 8 ? 8 : max_chunks <= 16 ? 16 : 32, rows_at_once = append_threads / lanes;
   begin_append(overlaps);
   const append_share share(p);
   const int lane = threadIdx.x % lanes;
   const offset_t rows = offset_t(share.tokens) * share.heads * 2;  // of K and V in turn
   for (offset_t first = offset_t(blockIdx.y) * rows_at_once; first < rows;
        first += offset_t(gridDim.y) * rows_at_once) {
-    const offset_t i = (min)(first + threadIdx.x / lanes, rows - 1);  // all lanes meet below
+    const offset_t i = (min)(first + threadIdx.x / lanes, rows - 1);  // all lanes take part below
     const bool is_key = i % 2 == 0, mine = first + threadIdx.x / lanes < rows;
     const index_t token = index_t(i / 2) / share.heads, head = share.first_head + index_t(i / 2) % share.heads;
     const index_t slot = share.length + token;
@@ -338,19 +342,19 @@ __global__ void __launch_bounds__(append_threads) advance_entry(const __grid_con
 
 }  // namespace detail
 
-/// Appends new K and V rows of every (sequence, kv_head), as the view stores rows, and advances the lengths on the
-/// device.
+/// Appends new K and V rows of every (sequence, kv_head) in the view's format, and advances the lengths on the device.
 ///
 /// Lengths are per (sequence, head), or per sequence with length_strides.head 0. One launch for a decode step's few
 /// tokens, a second tiny one for a prefill chunk, one more where segments are numbered.
-/// Errors   what the host can know of shapes, memory and scales: tessera::error, before anything is launched. New
-///          positions that do not go on behind the stored ones a later call reports, as watch_order's findings, unless
+/// Errors   shapes, memory and scales, as far as the host knows them: tessera::error, before anything is launched. A
+/// later
+///          call reports new positions that do not follow the stored ones, as it does watch_order's findings, unless
 ///          the view's `order` says that they ascend.
 /// Workspace  none.   Cost  reads and writes each new row once.
 template <class View, class E>
 class append {
  public:
-  /// `overlaps`: from sm_90 on a launch begins while the one before it on the stream ends, and lets the next one begin.
+  /// `overlaps`: from sm_90 on a launch begins while the previous one on the stream ends, and lets the next one begin.
   append(index_t sequences, index_t kv_heads, bool overlaps = true)
       : sequences_(sequences), kv_heads_(kv_heads), overlaps_(overlaps) {
     require(sequences >= 0 && kv_heads >= 1, "kv_heads", kv_heads, "1 or more", "pass the model's head count");

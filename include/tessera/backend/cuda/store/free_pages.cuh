@@ -11,7 +11,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A warp a table row.
+/// A warp has a table row.
 template <class View>
 __global__ void __launch_bounds__(32) free_pages_entry(const __grid_constant__ free_pages_problem<View> p) {
   const index_t row = blockIdx.x, lane = threadIdx.x, tables = p.view.table.tables(p.view.kv_heads);
@@ -33,10 +33,10 @@ __global__ void __launch_bounds__(32) free_pages_entry(const __grid_constant__ f
 
 }  // namespace detail
 
-/// Finds the pages that no head of a table row needs any more: the device's cpu::free_pages. Pages go from the end of a
-/// row; its table itself is left as it is, for the engine says who owns a page.
+/// Finds the pages that no head of a table row needs any more: the device's cpu::free_pages. Pages are freed from the
+/// end of a row. The table itself does not change, because the engine decides who owns a page.
 /// Shapes   as free_pages_problem says.
-/// Errors   shapes that make no sense: tessera::error. Not seen by the host: `held` above what a row of `freed` takes.
+/// Errors   invalid shapes: tessera::error. Not seen by the host: `held` above the length of a row of `freed`.
 /// Cost     one launch, no workspace.
 template <class View>
 void free_pages(const free_pages_problem<View>& p, cudaStream_t stream) {

@@ -1,4 +1,4 @@
-// Small arrays that an engine keeps by id, side by side for a batch, on the device.
+// Gathers small arrays that an engine keeps by id for a batch, and scatters them back, on the device.
 #pragma once
 
 #include "step_table.cuh"
@@ -28,7 +28,7 @@ void gather_rows(const T* by_id, const index_t* ids, index_t count, index_t widt
   detail::move_rows_by_id(const_cast<T*>(by_id), ids, count, width, rows, false, stream);
 }
 
-/// by_id[ids[i]] = rows[i]: lengths that a call has changed go back.
+/// by_id[ids[i]] = rows[i]: copies lengths that a call has changed back.
 template <class T>
 void scatter_rows(const T* rows, const index_t* ids, index_t count, index_t width, T* by_id, cudaStream_t stream) {
   detail::move_rows_by_id(by_id, ids, count, width, const_cast<T*>(rows), true, stream);

@@ -19,7 +19,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// What a set of chosen slots comes to: the slots, and bounds that the host knows.
+/// Chosen slots, and bounds of their number that the host knows.
 struct kept_slots {
   selection_view chosen;
   kept_bound bound;
@@ -34,18 +34,18 @@ struct column_set {
   std::size_t count() const { return std::size_t(positions) + std::size_t(scores) + std::size_t(segments); }
 };
 
-/// What new tokens say about their segments, on the device; nothing where a store holds none.
+/// The segments of new tokens, on the device; null where a store has no segments.
 struct new_segments {
   const std::uint8_t* boundaries = nullptr;  ///< [sequences, tokens]
   segment_cursor* texts = nullptr;           ///< [sequences]
 };
 
 /// Tokens of every (layer, sequence), heads of uneven length, slots in position order. The layout says what a token
-/// takes and where its rows lie; positions (where tokens are dropped), scores (where they accumulate) and segments
-/// (where a recipe sees them) are columns in runs.
+/// takes and where its rows lie. Positions (where tokens are dropped), scores (where they accumulate) and segments
+/// (where a recipe reads them) are columns in runs.
 ///
-/// The device holds lengths and places, the host bounds only. All calls of one store follow one another on one stream.
-/// Calls that need room plan it for every place first: when they throw, nothing has changed.
+/// The device holds lengths and addresses; the host holds bounds only. All calls of one store follow one another on one
+/// stream. Calls that need room plan it for every entry first: when they throw, nothing has changed.
 template <class Layout>
 class kv_store {
  public:
@@ -53,7 +53,7 @@ class kv_store {
   using rows_type = placed_rows<Layout>;
   using view_type = typename rows_type::view_type;
   struct movers {
-    pack<view_type, view_type> fresh;
+    pack<view_type, view_type> new_run;
     pack<view_type, view_type, true> in_place;
     device_buffer<unsigned char> scratch;
   };
@@ -65,7 +65,7 @@ class kv_store {
         heads_(kv_heads),
         tokens_(tokens),
         with_(with),
-        held_(layers * sequences, kv_heads),
+        stored_(layers * sequences, kv_heads),
         rows_(where, layers, sequences, kv_heads, tokens,
               rows > 0 ? rows : rows_type::rows_for(where, layers * sequences, kv_heads, tokens)),
         columns_(layers * sequences, kv_heads,
@@ -78,14 +78,14 @@ class kv_store {
   static constexpr bool in_groups = requires(const rows_type& rows) { rows.groups(); };
 
   index_t kv_heads() const { return heads_; }
-  const token_bound& bound(sequence_layer owner) const { return held_.bound(order_.index(owner)); }
-  /// What each kv_head holds at most: exactly that where lengths alone decide what is kept.
-  host_vector<index_t> held_by_head(sequence_layer owner) const { return held_.by_head(order_.index(owner)); }
-  index_t* lengths(sequence_layer owner) const { return lengths_.of(owner); }
+  const token_bound& bound(sequence_layer owner) const { return stored_.bound(order_.index(owner)); }
+  /// An upper bound of what each kv_head stores; exact where lengths alone decide what stays.
+  host_vector<index_t> held_by_head(sequence_layer owner) const { return stored_.by_head(order_.index(owner)); }
+  index_t* lengths(sequence_layer owner) const { return lengths_.entry(owner); }
 
   /// One sequence of a layer.
   view_type view(sequence_layer owner) const {
-    return with_columns(rows_.view(owner), lengths_.of(owner), begins_.of(owner));
+    return with_columns(rows_.view(owner), lengths_.entry(owner), begins_.entry(owner));
   }
   /// The batch that the step table gathered.
   view_type batch_view(index_t layer, index_t batch) const {
@@ -110,23 +110,24 @@ class kv_store {
     if constexpr (requires(rows_type & stored) { stored.pool(); }) rows_.pool().hold_at_least(tokens);
     columns_.hold_at_least(tokens);
   }
-  /// Plans room for `tokens` more in every head of these places; `commit_room` makes it, or `abandon` forgets it.
+  /// Plans room for `tokens` more in every head of these entries. `commit_room` makes it, or `abandon` forgets it.
   void plan_room(const sequence_layers& owners, index_t tokens, cudaStream_t = nullptr) {
     for (const sequence_layer owner : owners) require_fits(owner, tokens);
     rows_.plan();
     columns_.plan();
     try {
       for (const sequence_layer owner : owners) {
-        const std::size_t at = order_.index(owner);
-        rows_.plan_room(at, held_.of(at), tokens);
-        if (columns_.holds_planes() && columns_.room(at) < tokens) plan_columns(at, held_.bound(at), tokens);
+        const std::size_t entry = order_.index(owner);
+        rows_.plan_room(entry, stored_.tokens(entry), tokens);
+        if (columns_.holds_planes() && columns_.free_rows(entry) < tokens)
+          plan_columns(entry, stored_.bound(entry), tokens);
       }
     } catch (...) {
       abandon();
       throw;
     }
   }
-  /// Whether what is planned moves rows of other places.
+  /// Whether the plan moves rows of other entries.
   bool moves() const { return rows_.moves() || columns_.moves(); }
   void abandon() {
     rows_.abandon();
@@ -134,30 +135,30 @@ class kv_store {
   }
   void commit_room(const sequence_layers& owners, cudaStream_t stream) {
     for (const sequence_layer owner : owners) {
-      const std::size_t at = order_.index(owner);
-      rows_.commit_room(at, lengths(owner), held_.of(at), stream);
-      if (lay_out_columns(at, lengths(owner), stream)) {
-        columns_.move(begins(at), lengths(owner), held_.bound(at).longest, stream);
-        columns_.adopt(begins(at), stream);
+      const std::size_t entry = order_.index(owner);
+      rows_.commit_room(entry, lengths(owner), stored_.tokens(entry), stream);
+      if (lay_out_columns(entry, lengths(owner), stream)) {
+        columns_.move(begins(entry), lengths(owner), stored_.bound(entry).longest, stream);
+        columns_.adopt(begins(entry), stream);
       }
     }
     if constexpr (in_groups) rows_.finish(stream);
   }
-  /// Sets pages of a shared pool aside: those of `tokens` more in every head of every layer, or as many as are told.
+  /// Sets pages of a shared pool aside for `tokens` more in every head of every layer.
   void expect(index_t id, index_t tokens) {
     if constexpr (in_groups) {
-      rows_.expect(id, tokens, [&](index_t layer) { return held_.of(order_.index({layer, id})); });
+      rows_.expect(id, tokens, [&](index_t layer) { return stored_.tokens(order_.index({layer, id})); });
     }
   }
   const rows_type& rows() const { return rows_; }
   rows_type& rows() { return rows_; }
-  /// Takes memory anew, for what is stored and `tokens` more in every head, and gives the old back; rows in pages stay.
-  /// Errors: not enough memory; nothing has changed then.
+  /// Moves everything to new memory, for what is stored and `tokens` more in every head, and releases the old. Rows in
+  /// pages stay. Errors: not enough memory; nothing has changed then.
   void resize(index_t tokens, cudaStream_t stream) {
     if constexpr (requires(rows_type & stored) { stored.pool(); }) {
       run_pool& rows = rows_.pool();
-      const offset_t count = rows.rows_to_take(held_.bounds(), tokens, tokens_),
-                     columns = columns_.rows_to_take(held_.bounds(), tokens, tokens_);
+      const offset_t count = rows.rows_to_take(stored_.bounds(), tokens, tokens_),
+                     columns = columns_.rows_to_take(stored_.bounds(), tokens, tokens_);
       auto planes = rows.planes_for(count), column_planes = columns_.planes_for(columns);
       rows.move_to(
           std::move(planes), count, [&](std::size_t p) { return rows_.begins(p); }, stream);
@@ -165,20 +166,20 @@ class kv_store {
           std::move(column_planes), columns, [&](std::size_t p) { return begins(p); }, stream);
     }
   }
-  /// Notes that every head took `tokens` more.
-  void took(sequence_layer owner, index_t tokens) {
-    const std::size_t at = order_.index(owner);
-    held_.took(at, tokens);
-    rows_.took(at, tokens);
-    if (columns_.holds_planes()) columns_.took(at, tokens);
+  /// Notes on the host that every head grew by `tokens`.
+  void grew(sequence_layer owner, index_t tokens) {
+    const std::size_t entry = order_.index(owner);
+    stored_.grew(entry, tokens);
+    rows_.grew(entry, tokens);
+    if (columns_.holds_planes()) columns_.grew(entry, tokens);
   }
 
-  /// Forgets the `tokens` that every head took last; the lengths on the device are the caller's.
-  void take_back(sequence_layer owner, index_t tokens) {
-    const std::size_t at = order_.index(owner);
-    held_.took(at, -tokens);
-    rows_.shrank(at, tokens, held_.of(at));
-    if (columns_.holds_planes()) columns_.took(at, -tokens);
+  /// Forgets the newest `tokens` of every head. The caller changes the lengths on the device.
+  void drop_newest(sequence_layer owner, index_t tokens) {
+    const std::size_t entry = order_.index(owner);
+    stored_.grew(entry, -tokens);
+    rows_.shrank(entry, tokens, stored_.tokens(entry));
+    if (columns_.holds_planes()) columns_.grew(entry, -tokens);
   }
 
   /// Appends rows behind a view's tokens; positions count from first_position[sequence]. The view's lengths advance,
@@ -210,43 +211,43 @@ class kv_store {
   }
   void adopt(movers&& fitted) { movers_.emplace(std::move(fitted)); }
 
-  /// Plans what the places keep: every (owner) with its bound, in the order of the `keep` calls that follow.
+  /// Plans what the entries keep: every owner with its bound, in the order of the `keep` calls that follow.
   void plan_keep(const sequence_layers& owners, const host_vector<kept_bound>& kept, cudaStream_t = nullptr) {
     rows_.plan();
     columns_.plan();
     try {
       for (std::size_t i = 0; i < owners.size(); ++i) {
-        const std::size_t at = order_.index(owners[i]);
-        rows_.plan_keep(at, held_.bound(at), kept[i]);
-        if (columns_.holds_planes()) plan_columns(at, kept[i], 0);
+        const std::size_t entry = order_.index(owners[i]);
+        rows_.plan_keep(entry, stored_.bound(entry), kept[i]);
+        if (columns_.holds_planes()) plan_columns(entry, kept[i], 0);
       }
     } catch (...) {
       abandon();
       throw;
     }
   }
-  /// Keeps the chosen slots of one sequence's layer and gives the rest back.
+  /// Keeps the chosen slots of one sequence's layer and releases the rest.
   void keep(sequence_layer owner, const kept_slots& kept, cudaStream_t stream) {
-    const std::size_t at = order_.index(owner);
+    const std::size_t entry = order_.index(owner);
     const view_type from = view(owner);
     pack_problem<view_type, view_type> problem{from, kept.chosen, from};
     problem.lengths = lengths(owner);
-    held_.keep(at, kept.bound);
+    stored_.keep(entry, kept.bound);
     if constexpr (rows_type::keeps_in_place) {
       set_columns(problem, from.position_begin);
-      rows_.keep(at, problem, *movers_, held_.of(at), stream);
-      if (lay_out_columns(at, lengths(owner), stream)) {
-        columns_.move(begins(at), lengths(owner), kept.bound.longest, stream);
-        columns_.adopt(begins(at), stream);
+      rows_.keep(entry, problem, *movers_, stored_.tokens(entry), stream);
+      if (lay_out_columns(entry, lengths(owner), stream)) {
+        columns_.move(begins(entry), lengths(owner), kept.bound.longest, stream);
+        columns_.adopt(begins(entry), stream);
       }
     } else {
-      lay_out_columns(at, kept.chosen.counts, stream);
+      lay_out_columns(entry, kept.chosen.counts, stream);
       set_columns(problem, columns_.new_begins());
-      rows_.keep(at, problem, *movers_, held_.of(at), stream);
-      if (columns_.holds_planes()) columns_.adopt(begins(at), stream);
+      rows_.keep(entry, problem, *movers_, stored_.tokens(entry), stream);
+      if (columns_.holds_planes()) columns_.adopt(begins(entry), stream);
     }
   }
-  /// The same for a batch, where the rows lie: recordable. The view's lengths shrink; see `shrank`.
+  /// The same for a batch, within the rows' own memory; it can be recorded. The view's lengths shrink; see `shrank`.
   void keep_in_place(const view_type& batch, const selection_view& chosen, cudaStream_t stream) const {
     pack_problem<view_type, view_type> problem{batch, chosen, batch};
     set_columns(problem, batch.position_begin);
@@ -255,54 +256,56 @@ class kv_store {
   }
   /// Notes on the host what `keep_in_place` dropped; `gained`: every head has room for so many more tokens.
   void shrank(sequence_layer owner, const token_bound& kept, index_t gained) {
-    const std::size_t at = order_.index(owner);
-    held_.shrank(at, kept);
-    rows_.shrank(at, gained, held_.of(at));
-    if (columns_.holds_planes()) columns_.took(at, -gained);
+    const std::size_t entry = order_.index(owner);
+    stored_.shrank(entry, kept);
+    rows_.shrank(entry, gained, stored_.tokens(entry));
+    if (columns_.holds_planes()) columns_.grew(entry, -gained);
   }
-  /// Likewise of rows that go when room for new tokens has been made already: nothing is given back, for that room lies
-  /// in it.
+  /// The same for rows that are dropped after room for new tokens was made. Nothing is released, because that room lies
+  /// among the dropped rows.
   void dropped(sequence_layer owner, const token_bound& kept, index_t gained) {
-    const std::size_t at = order_.index(owner);
-    held_.shrank(at, kept);
-    rows_.dropped(at, gained);
-    if (columns_.holds_planes()) columns_.took(at, -gained);
+    const std::size_t entry = order_.index(owner);
+    stored_.shrank(entry, kept);
+    rows_.dropped(entry, gained);
+    if (columns_.holds_planes()) columns_.grew(entry, -gained);
   }
 
-  /// What rows have to become when a prompt or steps have ended: of a plain store nothing. See packed/packed_store.cuh.
+  /// Hooks for stores whose rows are packed when a prompt or steps have ended; see packed/packed_store.cuh. A plain
+  /// store does nothing.
   void settle(const host_vector<index_t>&, bool, cudaStream_t) {}
   void plan_packing(const sequence_layers&, index_t, cudaStream_t) {}
   void commit_packing(cudaStream_t) {}
   void pack_layer(sequence_layer, index_t, cudaStream_t) {}
   void finish_layer(cudaStream_t) {}
   void observe_prompt(sequence_layer, const rows_view<const T>&, cudaStream_t) {}
-  /// Newest tokens of a head that steps read whatever they choose.
+  /// Newest tokens of a head that every step reads, whatever it chooses.
   index_t always_read(sequence_layer) const { return 0; }
-  /// Bytes of K and V that a step reads of a head of which it attends so many tokens.
+  /// Bytes of K and V that a step reads of a head when it attends `attended` tokens.
   offset_t step_bytes(sequence_layer, offset_t attended) const { return attended * Layout::token_bytes(); }
 
-  /// Forgets a sequence and gives its rows back.
+  /// Forgets a sequence and releases its rows.
   void clear(index_t id, cudaStream_t stream) {
     for (index_t layer = 0; layer < layers_; ++layer) {
       rows_.clear(order_.index({layer, id}));
       if (columns_.holds_planes()) columns_.clear(order_.index({layer, id}));
-      held_.clear(order_.index({layer, id}));
+      stored_.clear(order_.index({layer, id}));
       check(cudaMemsetAsync(lengths({layer, id}), 0, std::size_t(heads_) * sizeof(index_t), stream), "cudaMemsetAsync");
     }
   }
 
-  /// Lengths of the batch that a step has changed go back to their ids; the host's part of a step advances the others.
+  /// The lengths by id. Those of the batch that a step has changed are scattered back to them; the host's part of a
+  /// step advances the others.
   const id_column<index_t>& length_column() const { return lengths_; }
 
-  /// Plans that an empty id gets what another one holds; `commit_copy` carries it out, or `abandon` forgets it.
+  /// Plans a copy of one id to an empty one. `commit_copy` carries it out, or `abandon` forgets it.
   void plan_copy(index_t from, index_t to, cudaStream_t = nullptr) {
     rows_.plan();
     columns_.plan();
     try {
       for (index_t layer = 0; layer < layers_; ++layer) {
-        const std::size_t at = order_.index({layer, to});
-        rows_.plan_copy(at, held_.of(order_.index({layer, from})));
-        if (columns_.holds_planes()) plan_columns(at, bound({layer, from}), 0);
+        const std::size_t entry = order_.index({layer, to});
+        rows_.plan_copy(entry, stored_.tokens(order_.index({layer, from})));
+        if (columns_.holds_planes()) plan_columns(entry, bound({layer, from}), 0);
       }
     } catch (...) {
       abandon();
@@ -311,20 +314,20 @@ class kv_store {
   }
   void commit_copy(index_t from, index_t to, cudaStream_t stream) {
     for (index_t layer = 0; layer < layers_; ++layer) {
-      const std::size_t source = order_.index({layer, from}), at = order_.index({layer, to});
-      rows_.commit_copy(source, at, lengths({layer, from}), held_.of(source), stream);
+      const std::size_t source = order_.index({layer, from}), entry = order_.index({layer, to});
+      rows_.commit_copy(source, entry, lengths({layer, from}), stored_.tokens(source), stream);
       columns_.copy_run(
-          source, at, lengths({layer, from}), bound({layer, from}).longest, [&](std::size_t p) { return begins(p); },
+          source, entry, lengths({layer, from}), bound({layer, from}).longest, [&](std::size_t p) { return begins(p); },
           stream);
       copy_on_device(lengths({layer, to}), lengths({layer, from}), std::size_t(heads_), stream);
-      held_.copy(source, at);
+      stored_.copy(source, entry);
     }
   }
 
   /// Logical positions by kv_head, ascending. Synchronises.
   host_vector<host_vector<index_t>> downloaded_positions(sequence_layer owner) const {
     const auto held = downloaded(lengths(owner), std::size_t(heads_));
-    const auto first = downloaded(begins_.of(owner), std::size_t(heads_));
+    const auto first = downloaded(begins_.entry(owner), std::size_t(heads_));
     host_vector<host_vector<index_t>> all(held.size());
     for (std::size_t h = 0; h < held.size(); ++h) {
       if (with_.positions) {
@@ -340,10 +343,10 @@ class kv_store {
   offset_t bytes(sequence_layer owner) const {
     return rows_.bytes(order_.index(owner)) + columns_.rows(order_.index(owner)) * columns_.row_bytes();
   }
-  offset_t peak_bytes() const { return rows_.peak_bytes() + columns_.most_rows() * columns_.row_bytes(); }
+  offset_t peak_bytes() const { return rows_.peak_bytes() + columns_.peak_rows() * columns_.row_bytes(); }
 
  private:
-  offset_t* begins(std::size_t at) const { return begins_.of(order_.owner(at)); }
+  offset_t* begins(std::size_t entry) const { return begins_.entry(order_.owner(entry)); }
   index_t* positions() const { return with_.positions ? columns_.plane_data<index_t>(0) : nullptr; }
   index_t* segments() const {
     return with_.segments ? columns_.plane_data<index_t>(std::size_t(with_.positions) + with_.scores) : nullptr;
@@ -357,13 +360,13 @@ class kv_store {
     view.order = slot_order::ascending;
     return view;
   }
-  void plan_columns(std::size_t at, const token_bound& held, index_t tokens) {
+  void plan_columns(std::size_t entry, const token_bound& held, index_t tokens) {
     const index_t room = tokens + columns_.room_behind(held.longest + tokens, tokens_);
-    columns_.plan_run(at, held.total + offset_t(heads_) * room, room);
+    columns_.plan_run(entry, held.total + offset_t(heads_) * room, room);
   }
-  bool lay_out_columns(std::size_t at, const index_t* counts, cudaStream_t stream) {
+  bool lay_out_columns(std::size_t entry, const index_t* counts, cudaStream_t stream) {
     return columns_.holds_planes() && columns_.lay_out(
-                                          at, counts, [&](std::size_t p) { return begins(p); }, stream);
+                                          entry, counts, [&](std::size_t p) { return begins(p); }, stream);
   }
   void set_columns(pack_problem<view_type, view_type>& problem, const offset_t* begins) const {
     if (with_.positions) problem.positions = {positions(), 0, 0, begins};
@@ -381,7 +384,7 @@ class kv_store {
   layer_major order_;
   index_t heads_, tokens_;
   column_set with_;
-  held_tokens_of_places held_;
+  stored_bounds stored_;
   rows_type rows_;
   run_pool columns_;
   id_column<index_t> lengths_;

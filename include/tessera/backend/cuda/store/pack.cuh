@@ -1,4 +1,4 @@
-// Keeping chosen tokens on the GPU: a gather of K and V rows and their columns, into fresh storage or in place.
+// Keeping chosen tokens on the GPU: a gather of K and V rows and their columns, to new memory or in place.
 #pragma once
 
 #include <algorithm>
@@ -14,34 +14,35 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// The newest tokens of a sequence as a selection: what a sliding layer keeps, and what stays whole where a prompt has
+// The newest tokens of a sequence as a selection: what a sliding layer keeps, and what stays whole when a prompt has
 // been packed.
 
 namespace detail {
 
-/// slots [kv_heads, most] = the newest ones of each kv_head, and how many they are.
+/// Writes the newest slots of each kv_head to slots [kv_heads, limit], and their number to counts [kv_heads].
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
-    newest_slots_entry(const index_t* lengths, index_t most, index_t* slots, index_t* counts) {
-  const index_t h = blockIdx.x, held = lengths[h], count = (min)(held, most);
-  for (index_t i = threadIdx.x; i < count; i += Threads) slots[h * most + i] = held - count + i;
+    newest_slots_entry(const index_t* lengths, index_t limit, index_t* slots, index_t* counts) {
+  const index_t h = blockIdx.x, stored = lengths[h], count = (min)(stored, limit);
+  for (index_t i = threadIdx.x; i < count; i += Threads) slots[h * limit + i] = stored - count + i;
   if (threadIdx.x == 0) counts[h] = count;
 }
 
 }  // namespace detail
 
-/// The newest slots of every kv_head of one sequence, up to `capacity`; they lie in this object's memory until the next
-/// call.
+/// The newest slots of every kv_head of one sequence, at most `capacity`. They lie in this object's memory until the
+/// next call.
 class newest_slots {
  public:
   newest_slots(index_t kv_heads, index_t capacity)
       : heads_(kv_heads), slots_(std::size_t(kv_heads) * std::size_t(capacity)), counts_(std::size_t(kv_heads)) {}
 
-  /// At most `most` of each kv_head, of those that it has.
-  selection_view of(const index_t* lengths, index_t most, cudaStream_t stream) const {
-    detail::newest_slots_entry<256><<<unsigned(heads_), 256, 0, stream>>>(lengths, most, slots_.data(), counts_.data());
+  /// The newest slots of each kv_head, at most `limit`.
+  selection_view selection(const index_t* lengths, index_t limit, cudaStream_t stream) const {
+    detail::newest_slots_entry<256>
+        <<<unsigned(heads_), 256, 0, stream>>>(lengths, limit, slots_.data(), counts_.data());
     check(cudaGetLastError(), "launch of newest_slots");
-    return {slots_.data(), counts_.data(), nullptr, most};
+    return {slots_.data(), counts_.data(), nullptr, limit};
   }
 
  private:
@@ -55,7 +56,7 @@ using tessera::slot_column;
 namespace detail {
 
 inline constexpr int pack_threads = 256;
-inline constexpr int most_pack_rows = 4096;
+inline constexpr int max_pack_rows = 4096;
 
 /// Scratch of the in-place gather: tickets, and a mark per tile when its rows have been read.
 struct pack_scratch {
@@ -69,28 +70,29 @@ struct pack_scratch {
 /// Gathers tile by tile, a tile being consecutive targets of one (sequence, head).
 ///
 /// In place: sources ascend and never lie below their target, so what tile t overwrites is read by tiles up to t. Each
-/// tile reads all of its rows, says so, waits for the (at most two) earlier tiles whose sources lie under its targets,
-/// and only then writes. Reading never waits, so there is no chain. Tiles are handed out in order by a ticket: whoever
-/// is waited for is already running, on any number of resident blocks.
+/// tile reads all of its rows and says so. It then waits for the (at most two) earlier tiles whose sources lie under
+/// its targets, and only then writes. Reading never waits, so there is no chain. A ticket hands tiles out in order: a
+/// tile that another one waits for is already running, on any number of resident blocks.
 template <class From, class To, bool Aligned, bool InPlace>
 struct pack_kernel {
   using T = typename From::encoding_type::stored_type;  // moved as it lies there
   static constexpr bool scaled = From::encoding_type::scaled;
   static constexpr int D = From::k_dim, Dv = From::v_dim, per_chunk = 16 / int(sizeof(T));
   static constexpr int k_chunks = D / per_chunk, chunks = k_chunks + Dv / per_chunk;  // of 16 bytes, of one token
-  static constexpr int most_tile = 2048 / chunks;
-  static constexpr int tile = most_tile >= 128  ? 128
-                              : most_tile >= 64 ? 64
-                              : most_tile >= 32 ? 32
-                              : most_tile >= 16 ? 16
-                                                : 8;
-  static constexpr int each = (tile * chunks + pack_threads - 1) / pack_threads;
-  static_assert(tile * chunks <= each * pack_threads && each <= 8, "tessera: a tile fits the registers of a block");
+  static constexpr int max_tile = 2048 / chunks;
+  static constexpr int tile = max_tile >= 128  ? 128
+                              : max_tile >= 64 ? 64
+                              : max_tile >= 32 ? 32
+                              : max_tile >= 16 ? 16
+                                               : 8;
+  static constexpr int thread_chunks = (tile * chunks + pack_threads - 1) / pack_threads;
+  static_assert(tile * chunks <= thread_chunks * pack_threads && thread_chunks <= 8,
+                "tessera: a tile fits the registers of a block");
 
   struct shared {
     const T *from_k[tile], *from_v[tile];
     T *to_k[tile], *to_v[tile];
-    index_t ends[most_pack_rows];  // inclusive prefix sum of tiles by row
+    index_t ends[max_pack_rows];  // inclusive prefix sum of tiles by row
     block_scan<pack_threads, index_t> scan;
     index_t tile_id, next_ticket;
     unsigned epoch;
@@ -189,11 +191,11 @@ struct pack_kernel {
       __syncthreads();  // also: everybody has read next_ticket
       const bool moves = !InPlace || s.moves;
 
-      uint4 chunk[each];
+      uint4 chunk[thread_chunks];
       if (moves) {
 #pragma unroll
-        for (int i = 0; i < each; ++i) {
-          const int place = i * pack_threads + thread, token = place / chunks, part = place % chunks;
+        for (int i = 0; i < thread_chunks; ++i) {
+          const int index = i * pack_threads + thread, token = index / chunks, part = index % chunks;
           if (token < used) {
             chunk[i] =
                 part < k_chunks
@@ -227,8 +229,8 @@ struct pack_kernel {
       }
       if (moves) {
 #pragma unroll
-        for (int i = 0; i < each; ++i) {
-          const int place = i * pack_threads + thread, token = place / chunks, part = place % chunks;
+        for (int i = 0; i < thread_chunks; ++i) {
+          const int index = i * pack_threads + thread, token = index / chunks, part = index % chunks;
           if (token < used) {
             if (part < k_chunks) {
               store(s.to_k[token] + part * per_chunk * (Aligned ? 1 : p.target.k_strides.dim), p.target.k_strides.dim,
@@ -284,10 +286,10 @@ class pack {
                 "tessera: pack copies rows between views of one encoding and head dims");
 
  public:
-  /// `capacity`: the most tokens that one (sequence, kv_head) may keep.
+  /// `capacity`: how many tokens one (sequence, kv_head) may keep at most.
   pack(index_t sequences, index_t kv_heads, index_t capacity, const device_info& device) : rows_(sequences * kv_heads) {
-    require(rows_ <= detail::most_pack_rows, "sequences * kv_heads", rows_,
-            "at most " + std::to_string(detail::most_pack_rows), "split the batch");
+    require(rows_ <= detail::max_pack_rows, "sequences * kv_heads", rows_,
+            "at most " + std::to_string(detail::max_pack_rows), "split the batch");
     tiles_ = offset_t(rows_) * ceil_div((std::max)(capacity, 0), kernel::tile);
     int resident = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, detail::pack_entry<From, To, true, InPlace>,

@@ -1,4 +1,4 @@
-// Whether an engine's positions ascend by slot, on the GPU: looked at beside the work, reported by a later call.
+// Whether an engine's positions ascend by slot, on the GPU: checked beside the work, reported by a later call.
 #pragma once
 
 #include <string>
@@ -10,11 +10,11 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A slot whose position is not more than that of the slot before it: 1, then 20 bits of the sequence, 12 of the
-/// kv_head, 31 of the slot; 0: none was found.
+/// A slot whose position is not larger than the previous slot's: a bit 1, then 20 bits of the sequence, 12 of the
+/// kv_head and 31 of the slot. 0: none was found.
 using disorder_word = volatile unsigned long long*;
 
-/// The word of page-locked memory, one for the process, in which kernels leave what they find.
+/// The word of page-locked memory, one for the process, that kernels write findings to.
 class found_disorder {
  public:
   found_disorder() {
@@ -37,7 +37,7 @@ class found_disorder {
     return word;
   }
   disorder_word word() const { return word_; }
-  /// Errors   what an earlier call found: tessera::error; it is forgotten then.
+  /// Errors   a finding of an earlier call: tessera::error, once.
   void report() const {
     const unsigned long long found = *word_;
     if (found == 0) return;
@@ -58,7 +58,7 @@ __device__ inline void note_disorder(disorder_word word, index_t sequence, index
           unsigned(slot);
 }
 
-/// What of a view says where positions are.
+/// The part of a view that describes positions.
 struct position_rows {
   const index_t *positions, *lengths;
   const offset_t* begin;
@@ -66,7 +66,7 @@ struct position_rows {
   index_t kv_heads;
 };
 
-/// x a row, y a share of its slots.
+/// blockIdx: x a row, y a share of its slots.
 template <int Threads>
 __global__ void __launch_bounds__(Threads) find_disorder_entry(position_rows of, disorder_word word) {
   wait_for_earlier();
@@ -81,9 +81,9 @@ __global__ void __launch_bounds__(Threads) find_disorder_entry(position_rows of,
 
 }  // namespace detail
 
-/// Looks whether a view's positions ascend, where the view does not say so: a small launch beside the work that goes by
-/// them. A later call reports what it finds: the first one that comes when the launch has run and whose own view does
-/// not say so, whichever operation it is.
+/// Checks whether a view's positions ascend, where the view does not say so, by a small launch beside the work that
+/// uses them. A later call of any operation reports the finding: the first one after the launch has run whose own view
+/// does not say that positions ascend.
 /// Errors   positions of an earlier call that do not ascend: tessera::error, before anything is launched.
 /// Cost     none where slots are positions or `order` says that they ascend; else 4 bytes a slot.
 template <class View>

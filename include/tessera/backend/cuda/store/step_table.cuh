@@ -1,4 +1,4 @@
-// What a batch of sequences of any ids needs side by side: small arrays gathered once a step for every layer.
+// Small arrays that lie side by side for a batch of sequences of any ids, gathered once a step for every layer.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-inline constexpr int ids_at_a_time = 64, most_columns = 8;
+inline constexpr int ids_at_a_time = 64, max_columns = 8;
 
 struct some_ids {
   index_t ids[ids_at_a_time];
@@ -30,7 +30,7 @@ struct gathered_column {
   index_t layers, width;
 };
 struct gathered_columns {
-  gathered_column columns[most_columns];
+  gathered_column columns[max_columns];
 };
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
@@ -40,32 +40,32 @@ __global__ void __launch_bounds__(Threads)
   const gathered_column c = list.columns[blockIdx.z];
   const index_t b = blockIdx.x, layer = blockIdx.y;
   if (layer >= c.layers) return;
-  const offset_t own = (offset_t(layer) * sequences + ids[b]) * c.width;
+  const offset_t entry = (offset_t(layer) * sequences + ids[b]) * c.width;
   const offset_t packed = (offset_t(layer) * sequences + b) * c.width;
   for (index_t i = threadIdx.x; i < c.width; i += Threads) {
     if (back)
-      const_cast<std::uint32_t*>(c.by_id)[own + i] = c.in_batch[packed + i];
+      const_cast<std::uint32_t*>(c.by_id)[entry + i] = c.in_batch[packed + i];
     else
-      c.in_batch[packed + i] = c.by_id[own + i];
+      c.in_batch[packed + i] = c.by_id[entry + i];
   }
 }
 
-/// Every sequence of the batch: numbers of all its layers and heads grow by what the step brings. `noted`, by id like
-/// the numbers: what they have grown to, for whom later changes of the numbers come too early; null: nobody asks.
+/// Adds the step's tokens to the numbers of all layers and heads, for every sequence of the batch. `noted`, by id like
+/// the numbers, gets the sums too, for readers that must not see later changes of the numbers; null: there are none.
 template <int Threads>
 __global__ void __launch_bounds__(Threads) advance_entry_of_ids(index_t* numbers, const index_t* ids, index_t sequences,
                                                                 index_t width, index_t tokens, index_t* noted) {
-  const offset_t own = (offset_t(blockIdx.y) * sequences + ids[blockIdx.x]) * width;
+  const offset_t entry = (offset_t(blockIdx.y) * sequences + ids[blockIdx.x]) * width;
   for (index_t i = threadIdx.x; i < width; i += Threads) {
-    const index_t grown = numbers[own + i] + tokens;
-    numbers[own + i] = grown;
-    if (noted) noted[own + i] = grown;
+    const index_t grown = numbers[entry + i] + tokens;
+    numbers[entry + i] = grown;
+    if (noted) noted[entry + i] = grown;
   }
 }
 
 }  // namespace detail
 
-/// A small array [layers, sequences, width] that is kept by id, and its copy for the batch, first sequence first.
+/// A small array [layers, sequences, width] by id, and its copy for the batch in the batch's order.
 template <class T>
 class id_column {
   static_assert(sizeof(T) % 4 == 0);
@@ -79,7 +79,9 @@ class id_column {
         by_id_(std::size_t(layers) * std::size_t(sequences) * std::size_t(width)),
         in_batch_(by_id_.size()) {}
 
-  T* of(sequence_layer owner) const { return by_id_.data() + (offset_t(owner.layer) * sequences_ + owner.id) * width_; }
+  T* entry(sequence_layer owner) const {
+    return by_id_.data() + (offset_t(owner.layer) * sequences_ + owner.id) * width_;
+  }
   T* batch(index_t layer) const { return in_batch_.data() + offset_t(layer) * sequences_ * width_; }
   index_t width() const { return width_; }
   offset_t bytes() const { return offset_t(by_id_.bytes() + in_batch_.bytes()); }
@@ -94,8 +96,8 @@ class id_column {
   device_buffer<T> by_id_, in_batch_;
 };
 
-/// The ids of the batch on the device. Only `set` needs the host: what else a step
-/// launches can be recorded, and replayed for other ids.
+/// The ids of the batch on the device. Only `set` needs the host. What else a step launches can be recorded, and
+/// replayed for other ids.
 class step_table {
  public:
   explicit step_table(index_t sequences) : sequences_(sequences), ids_(std::size_t(sequences)) {}
@@ -125,19 +127,19 @@ class step_table {
   /// Copies one layer's entries of one column back to their ids.
   template <class T>
   void scatter(const id_column<T>& column, index_t layer, index_t batch, cudaStream_t stream) const {
-    detail::gathered_columns one;
-    one.columns[0] = column.gathered();
-    const offset_t skip = offset_t(layer) * sequences_ * one.columns[0].width;
-    one.columns[0].by_id += skip;
-    one.columns[0].in_batch += skip;
-    launch_overlapping<detail::gather_entry<64>>(dim3(unsigned(batch)), 64, stream, "launch of scatter", one,
+    detail::gathered_columns column_list;
+    column_list.columns[0] = column.gathered();
+    const offset_t skip = offset_t(layer) * sequences_ * column_list.columns[0].width;
+    column_list.columns[0].by_id += skip;
+    column_list.columns[0].in_batch += skip;
+    launch_overlapping<detail::gather_entry<64>>(dim3(unsigned(batch)), 64, stream, "launch of scatter", column_list,
                                                  ids_.data(), sequences_, true);
   }
-  /// What is kept by id grows by `tokens` in every layer; the batch's copy does not. `noted`: see the kernel.
+  /// Adds `tokens` to the arrays by id in every layer, not to the batch's copy. `noted`: see the kernel.
   void advance(const id_column<index_t>& column, index_t layers, index_t batch, index_t tokens, cudaStream_t stream,
                index_t* noted = nullptr) const {
     detail::advance_entry_of_ids<64><<<dim3(unsigned(batch), unsigned(layers)), 64, 0, stream>>>(
-        column.of({}), ids_.data(), sequences_, column.width(), tokens, noted);
+        column.entry({}), ids_.data(), sequences_, column.width(), tokens, noted);
     check(cudaGetLastError(), "launch of advance");
   }
 

@@ -8,7 +8,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A block a (sequence, kv_head).
+/// A block has a (sequence, kv_head).
 template <class View, int Threads>
 __global__ void __launch_bounds__(Threads)
     virtual_blocks_entry(const __grid_constant__ View view, index_t ids, index_t max_blocks, index_t* blocks) {

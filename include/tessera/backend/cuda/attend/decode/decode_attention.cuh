@@ -1,4 +1,4 @@
-// Decode attention on the GPU: what the host calls.
+// Decode attention on the GPU: the host's calls.
 #pragma once
 
 #include <algorithm>
@@ -19,10 +19,10 @@ namespace cuda {
 ///
 /// `workspace_bytes` and `prepare` once, then `run` any number of times on one stream: no allocation, no
 /// synchronisation, no length on the host, so a captured graph can be replayed while lengths grow. `sequences` and
-/// `tokens` are upper bounds: a problem may have fewer of both. From sm_90 on, a launch begins while the one before it
-/// on the stream ends, and waits for that one before it reads or writes anything.
-/// Rows that `usual_row` or the selection's `row_stride` says are short are read by a cluster of blocks each (sm_90).
-/// Rows of K and V may be encoded: e4m3 is read as it is and multiplied as fp16, which holds it exactly; any other
+/// `tokens` are upper bounds: a problem may have fewer of both. From sm_90 on, a launch begins while the previous one
+/// on the stream ends, and waits for it before it reads or writes anything.
+/// Where `usual_row` or the selection's `row_stride` says that rows are short, a cluster of blocks reads each (sm_90).
+/// Rows of K and V may be encoded. e4m3 is read as it is and multiplied as fp16, which holds it exactly. Any other
 /// encoding is decoded to the element type on its way to shared memory.
 /// Errors   tessera::error from `run` for more sequences or tokens than that, other head counts, and rows of q, K or V
 ///          that do not begin on 16 bytes or whose elements are not side by side.
@@ -47,10 +47,11 @@ class decode_attention {
     require(kv_heads > 0, "kv_heads", kv_heads, "at least 1", "pass the model's head counts");
     require(q_heads > 0 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
             "pass the model's head counts");
-    require(rows_ <= detail::most_rows, "sequences * kv_heads", rows_, "at most " + std::to_string(detail::most_rows),
+    require(rows_ <= detail::max_rows, "sequences * kv_heads", rows_, "at most " + std::to_string(detail::max_rows),
             "split the batch");
     query_blocks_ = ceil_div(tokens * (q_heads / kv_heads), detail::rows_per_block);
-    // What this device's code was compiled for decides the block, not the device: older code runs on newer devices.
+    // The architecture that the code was compiled for decides the block, not the device: older code runs on newer
+    // devices.
     entry_ = detail::decode_entry<View, Out, Split>;
     cudaFuncAttributes compiled{};
     check(cudaFuncGetAttributes(&compiled, entry_), "cudaFuncGetAttributes");
@@ -66,7 +67,7 @@ class decode_attention {
     int resident = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, std::size_t(shared_bytes_)),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    blocks_ = (std::min)(detail::most_blocks, (std::max)(1, resident) * device.multiprocessors);
+    blocks_ = (std::min)(detail::max_blocks, (std::max)(1, resident) * device.multiprocessors);
   }
 
   std::size_t workspace_bytes() const { return state_at() + slots() * detail::rows_per_block * sizeof(float2); }
@@ -103,9 +104,9 @@ class decode_attention {
            stream, "launch of decode attention", problem, scratch);
   }
 
-  /// Splits the rows among the blocks by the lengths that the problem has now; one small launch. Later runs of this
-  /// workspace keep to it, whatever lengths are then: call it when a prompt has ended or a sequence has come or gone,
-  /// and nothing need be called while answers grow.
+  /// Splits the rows among the blocks by the problem's present lengths; one small launch. Later runs with this
+  /// workspace use the split whatever their lengths. Call it when a prompt has ended, or when sequences were added or
+  /// removed. While answers grow, no call is needed.
   void split(const problem_type& problem, void* workspace, cudaStream_t stream) const
       requires(Split == decode_split::ahead) {
     check_problem(problem);
@@ -115,7 +116,7 @@ class decode_attention {
            "launch of the split of decode attention", problem, pieces, blocks_);
   }
 
-  /// As `run`, over one of several parts of what is stored: leaves sink logits to `merge_parts`, which needs the lse.
+  /// `run` over one of several parts of the stored tokens. Sink logits are left to `merge_parts`, which needs the lse.
   void run_part(problem_type problem, void* workspace, cudaStream_t stream) const {
     static_assert(std::is_same_v<Out, float>, "tessera: a part of decode attention is written in fp32");
     require(problem.lse.data != nullptr, "lse of a part", "null", "device memory", "merge_parts weighs parts by it");

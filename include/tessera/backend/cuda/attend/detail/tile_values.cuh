@@ -24,17 +24,18 @@ __device__ __forceinline__ void store_decoded(std::uint32_t to, const Stored* fr
                : "memory");
 }
 
-// Values that are not finite, in tiles of which some tokens are masked: 0 * NaN is NaN, so a token that a row must not
-// see would reach its output (docs/decisions/0005-nan.md).
+// Values that are not finite, in tiles with masked tokens: 0 * NaN is NaN, so a token that a row must not see would
+// reach the row's output (docs/decisions/0005-nan.md).
 
 enum class value_kind { finite, plus_infinity, minus_infinity, nan };
 
 template <class T>
 struct special_values {
   static constexpr std::uint32_t infinite = std::is_same_v<T, bf16> ? 0x7f80u : 0x7c00u;
-  static constexpr std::uint32_t one = std::is_same_v<T, bf16> ? 0x3f80u : 0x3c00u;
+  static constexpr std::uint32_t bits_of_one = std::is_same_v<T, bf16> ? 0x3f80u : 0x3c00u;
 
-  /// Of two packed elements: those of that kind, finite ones as they are and others as 1; 0 elsewhere.
+  /// Of two packed elements, those of that kind: finite ones as they are, others as 1. Elements of other kinds become
+  /// 0.
   __device__ static std::uint32_t only(std::uint32_t two, value_kind kind) {
     std::uint32_t kept = 0;
 #pragma unroll
@@ -44,7 +45,7 @@ struct special_values {
                             : magnitude > infinite ? value_kind::nan
                             : x == magnitude       ? value_kind::plus_infinity
                                                    : value_kind::minus_infinity;
-      if (is == kind) kept |= (kind == value_kind::finite ? x : one) << shift;
+      if (is == kind) kept |= (kind == value_kind::finite ? x : bits_of_one) << shift;
     }
     return kept;
   }

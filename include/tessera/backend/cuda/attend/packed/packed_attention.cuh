@@ -11,8 +11,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// Parts of attention over packed rows become outputs: each segment's sum is rotated back once, then all of them are
-// added.
+// Merges parts of attention over packed rows to outputs: each segment's sum is rotated back once, then all are added.
 
 namespace detail {
 
@@ -29,23 +28,23 @@ struct merge_memory {
   static constexpr bool holds_bases = Dv <= 128;                       // a block has no room for longer ones
   static constexpr int basis = holds_bases ? Dv * merged_columns : 0;  // of one segment
   int weights, segments, runs, words;
-  TESSERA_HD merge_memory(index_t parts, index_t most_segments)
-      : weights(bases + (most_segments < merging_groups ? int(most_segments) : merging_groups) * basis),
+  TESSERA_HD merge_memory(index_t parts, index_t max_segments)
+      : weights(bases + (max_segments < merging_groups ? int(max_segments) : merging_groups) * basis),
         segments(weights + int(parts) * merged_rows),
         runs(segments + int(parts)),
-        words(runs + 2 * (int(most_segments) + 1)) {}
+        words(runs + 2 * (int(max_segments) + 1)) {}
 };
 
-/// A block merges 8 query rows of one (sequence, kv_head), 32 columns of the output. Parts of one segment stand
-/// together and are added in its basis, by one group of warps; groups follow one another, so that the same input gives
+/// A block merges 8 query rows of one (sequence, kv_head), 32 columns of the output. One group of warps adds the parts
+/// of a segment, which lie together, in the segment's basis. Groups follow one another, so that the same input gives
 /// the same bits.
 template <class View, class Out>
 __global__ void __launch_bounds__(merging_threads)
     merge_packed_entry(const __grid_constant__ packed_problem<View, Out> p, packed_parts parts) {
   constexpr int Dv = View::v_dim;
   extern __shared__ uint4 shared_memory[];
-  const index_t heads = p.view.whole.kv_heads, most_segments = p.view.most_segments;
-  const merge_memory<Dv> memory(parts.parts, most_segments);
+  const index_t heads = p.view.whole.kv_heads, max_segments = p.view.max_segments;
+  const merge_memory<Dv> memory(parts.parts, max_segments);
   float* shared = reinterpret_cast<float*>(shared_memory);
   float *factor = shared + memory.factors, *weights = shared + memory.weights;
   auto* segments = reinterpret_cast<index_t*>(shared + memory.segments);
@@ -77,16 +76,16 @@ __global__ void __launch_bounds__(merging_threads)
     commit_copies();
     return channels;
   };
-  // Bases were there before the queries were rotated: they come while attention ends.
+  // Bases existed before the queries were rotated, so they are copied while attention ends.
   int turned = fetch_basis(own_group);
   wait_for_earlier();
   let_later_begin();
-  // The table may have room for hundreds of segments: whole rows stand behind those that there are.
+  // The table may have room for hundreds of segments: whole rows come behind the existing ones.
   const index_t whole_rows = p.view.count(sequence);
 #pragma unroll 1
   for (index_t i = index_t(threadIdx.x); i < parts.parts; i += merging_threads) {
     const index_t segment = parts.segment[offset_t(lane_row) * parts.parts + i];
-    segments[i] = segment == most_segments ? whole_rows : segment;
+    segments[i] = segment == max_segments ? whole_rows : segment;
   }
 #pragma unroll 1
   for (index_t i = index_t(threadIdx.x); i < 2 * (whole_rows + 1); i += merging_threads) runs[i] = 0;
@@ -147,7 +146,7 @@ __global__ void __launch_bounds__(merging_threads)
           const float weight = weights[one * merged_rows + r];
           const float4 x =
               *reinterpret_cast<const float4*>(parts.out + (begin + offset_t(one) * parts.rows + first + r) * Dv + c);
-          if (weight == 0) continue;  // nothing was seen: what lies there is nobody's
+          if (weight == 0) continue;  // nothing was seen: the memory is arbitrary
           sum.x += x.x * weight, sum.y += x.y * weight, sum.z += x.z * weight, sum.w += x.w * weight;
         }
         *reinterpret_cast<float4*>(acc + r * Dv + c) = sum;
@@ -189,13 +188,14 @@ __global__ void __launch_bounds__(merging_threads)
 
 /// Attends chosen units of packed rows, each segment in its own basis, and all whole rows.
 ///
-/// Keys are multiplied as they lie, in fp32, 4 rows of queries at a time; values are spread out in shared memory, 32
-/// rows at a time, and multiplied by matrix instructions, for which weights are rounded to 16 bits. Packed elements of
-/// 16 bits are of the type that `Tile` names; fp8 and int4 become it exactly.
-/// It follows `rotate_queries` on the stream, or what itself followed that.
+/// Keys are multiplied as they are stored, in fp32, 4 rows of queries at a time. Values are spread out in shared
+/// memory, 32 rows at a time, and multiplied by matrix instructions, for which weights are rounded to 16 bits. Packed
+/// elements of 16 bits are of the type that `Tile` names; fp8 and int4 become it exactly.
+/// It follows `rotate_queries` on the stream, directly or after launches that follow it.
 /// Errors   before the launch: more rows, segments or sequences than it was made for, rows not on 16 bytes.
-/// Limits   whole rows are raw; a value that is NaN shows in rows of the step that may not see its token if others of 8
-///          rows may.
+/// Limits   whole rows are raw. A NaN in a value reaches rows of the step that must not see its token, if other rows of
+/// the
+///          same 8 see it.
 /// Cost     two launches besides `rotate_queries`; chosen rows are read once for 8 query rows, bases once a step.
 ///          Recordable.
 template <class View, class Out, class Tile = typename View::element_type>
@@ -207,16 +207,16 @@ class attend_packed {
 
  public:
   /// `k`, `v`: the formats with the longest values and the most channels that segments have.
-  attend_packed(index_t sequences, index_t kv_heads, index_t q_heads, index_t tokens, index_t most_segments,
+  attend_packed(index_t sequences, index_t kv_heads, index_t q_heads, index_t tokens, index_t max_segments,
                 const packed_format& k, const packed_format& v, const device_info& device)
       : lanes_(sequences * kv_heads),
         rows_(tokens * (q_heads / kv_heads)),
         lengths_(k, v),
-        shape_(rows_, most_segments, lengths_),
-        most_segments_(most_segments) {
+        shape_(rows_, max_segments, lengths_),
+        max_segments_(max_segments) {
     attend_entry_ = detail::attend_packed_entry<View, Tile, Out>;
     merge_entry_ = detail::merge_packed_entry<View, Out>;
-    const std::string segments = " over " + std::to_string(most_segments) + " segments";
+    const std::string segments = " over " + std::to_string(max_segments) + " segments";
     allow_shared(attend_entry_, std::size_t(shape_.bytes), device, "packed attention" + segments);
     // All blocks run at once: a second wave would take as long as the first.
     int together = 0;
@@ -224,7 +224,7 @@ class attend_packed {
                                                         std::size_t(shape_.bytes)),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
     splits_ = std::clamp<index_t>(together * device.multiprocessors / (std::max)(1, lanes_), 1, 128);
-    parts_ = splits_ + most_segments + 1;
+    parts_ = splits_ + max_segments + 1;
     allow_shared(merge_entry_, merge_bytes(), device, "the merge of packed attention" + segments);
     overlapping_ = can_overlap(attend_entry_) && can_overlap(merge_entry_);
   }
@@ -233,17 +233,17 @@ class attend_packed {
   std::size_t workspace_bytes() const {
     return segment_bytes() + state_bytes() + array_bytes<float>(lines() * std::size_t(rows_) * Dv);
   }
-  /// What `rotate_queries` sets to "none", at the workspace's beginning.
+  /// The array at the workspace's beginning that `rotate_queries` sets to "none".
   index_t* part_segments(void* workspace) const { return static_cast<index_t*>(workspace); }
 
   void run(const packed_problem<View, Out>& problem, const rotated_rows& rotated, void* workspace,
            cudaStream_t stream) const {
     const index_t lanes = problem.view.whole.sequences * problem.view.whole.kv_heads;
     if (lanes == 0 || problem.q.tokens == 0) return;
-    require(lanes <= lanes_ && rotated.rows <= rows_ && problem.view.most_segments == most_segments_,
+    require(lanes <= lanes_ && rotated.rows <= rows_ && problem.view.max_segments == max_segments_,
             "rows of packed attention", std::to_string(lanes) + " x " + std::to_string(rotated.rows),
             "at most " + std::to_string(lanes_) + " x " + std::to_string(rows_) + " in a table of " +
-                std::to_string(most_segments_) + " segments",
+                std::to_string(max_segments_) + " segments",
             "make the operation for the largest batch and step");
     require(problem.unit >= 0, "unit", problem.unit, "0 or more",
             "pass the rows of a chosen block, 0: of segments' own");
@@ -274,7 +274,7 @@ class attend_packed {
 
  private:
   std::size_t merge_bytes() const {
-    return std::size_t(detail::merge_memory<Dv>(parts_, most_segments_).words) * sizeof(float);
+    return std::size_t(detail::merge_memory<Dv>(parts_, max_segments_).words) * sizeof(float);
   }
   std::size_t lines() const { return std::size_t(lanes_) * std::size_t(parts_); }
   std::size_t segment_bytes() const { return array_bytes<index_t>(lines()); }
@@ -283,7 +283,7 @@ class attend_packed {
   index_t lanes_, rows_;
   detail::packed_lengths<D, Dv> lengths_;
   detail::packed_memory<D, Dv> shape_;
-  index_t most_segments_, splits_ = 1, parts_ = 1;
+  index_t max_segments_, splits_ = 1, parts_ = 1;
   bool overlapping_ = false;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*attend_entry_)(packed_problem<View, Out>, rotated_rows, detail::packed_parts,

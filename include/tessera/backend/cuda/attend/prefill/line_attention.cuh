@@ -1,4 +1,4 @@
-// Attention of a prompt chunk along lines on the GPU: what the host calls.
+// Attention of a prompt chunk along lines on the GPU: the host's calls.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A kernel of prefill attention over line_tiles. The list takes what shared memory the blocks of a multiprocessor
+/// A kernel of prefill attention over line_tiles. The list uses the shared memory that the blocks of a multiprocessor
 /// leave.
 template <class Kernel, bool Hopper>
 struct line_kernel {
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__((line_kernel_of<View, Out>::threads), (line_ke
   kernel::template run<typename line_kernel_of<View, Out>::tiles>(problem, parts, maps, lines);
 }
 
-/// One warp per query row of every head; `blocks` query blocks of a head.
+/// Merges parts: one warp per query row of every head; a head has `blocks` query blocks.
 template <class View, class Out>
 __global__ void __launch_bounds__(128)
     merge_line_attention_entry(const __grid_constant__ prefill_problem<View, Out> p, prefill_parts parts,
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(128)
   if (warp >= rows * p.q.heads) return;
   const index_t place = warp / rows, row = warp % rows;
   constexpr index_t block_rows = prefill_kernel<View, Out>::block_rows;
-  // As line_tiles numbers blocks: head after head, the last rows of each first.
+  // In the order of line_tiles: head after head, the last rows of each first.
   prefill_kernel<View, Out>::merge(p, parts, place * blocks + blocks - 1 - row / block_rows, row % block_rows, 0, row,
                                    order ? order[place] : place, int(threadIdx.x % 32));
 }
@@ -80,15 +80,17 @@ class line_attention {
     int resident = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, std::size_t(shared_bytes_)),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    places_ = (std::max)(1, resident) * device.multiprocessors;
+    resident_blocks_ = (std::max)(1, resident) * device.multiprocessors;
   }
 
-  /// What splits need.
-  std::size_t workspace_bytes() const { return std::size_t(places_) * kernel::block_rows * (kernel::Dv + 2) * 4; }
+  /// The workspace of splits.
+  std::size_t workspace_bytes() const {
+    return std::size_t(resident_blocks_) * kernel::block_rows * (kernel::Dv + 2) * 4;
+  }
 
-  /// `workspace` as prefill_attention's. `columns` is scratch too, a row of K and of V for each vertical line of each
-  /// query head and two tiles; it may be null, or too little for all heads. The Hopper kernel fetches faster what lies
-  /// there. As much memory, the same bits; and any, where all values are finite.
+  /// `workspace` as prefill_attention's. `columns` is scratch too: a row of K and of V for each vertical line of each
+  /// query head, and two tiles. It may be null, or too small for all heads. The Hopper kernel fetches gathered rows
+  /// faster. The same size of memory gives the same bits; any size does where all values are finite.
   void run(const prefill_problem<View, Out>& problem, const line_tables& lines, void* workspace, cudaStream_t stream,
            const column_memory& columns = {}) const {
     const index_t blocks = detail::check_prefill(problem, 1, kv_heads_, q_heads_, 1, kernel::block_rows);
@@ -100,7 +102,8 @@ class line_attention {
     detail::require_aligned("workspace", workspace, 16);
     watch_order(problem.view, stream);
     const bool on_hopper = threads_ != kernel::threads;
-    const detail::prefill_parts parts = detail::cut_prefill<kernel>(blocks, places_, on_hopper, workspace, stream);
+    const detail::prefill_parts parts =
+        detail::cut_prefill<kernel>(blocks, resident_blocks_, on_hopper, workspace, stream);
     row_maps maps;
     detail::line_argument argument{lines, {}, 0};
     if (on_hopper) {
@@ -108,7 +111,7 @@ class line_attention {
       detail::require_aligned("columns", columns.data, 16);
       detail::gather_columns<View, hopper_tile>(problem.view, q_heads_, columns, argument, stream);
     }
-    const index_t grid = on_hopper ? (std::min)(parts.items, places_) : parts.items;
+    const index_t grid = on_hopper ? (std::min)(parts.items, resident_blocks_) : parts.items;
     entry_<<<unsigned(grid), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(problem, parts, maps, argument);
     check(cudaGetLastError(), "launch of attention along lines");
     if (parts.splits == 1) return;
@@ -122,7 +125,7 @@ class line_attention {
   static constexpr int hopper_tile = 128;  // the kernel's
 
   void (*entry_)(prefill_problem<View, Out>, detail::prefill_parts, row_maps, detail::line_argument) = nullptr;
-  index_t kv_heads_, q_heads_, places_ = 1;
+  index_t kv_heads_, q_heads_, resident_blocks_ = 1;
   int threads_ = detail::line_kernel_of<View, Out, false>::threads;
   int shared_bytes_ = detail::line_kernel_of<View, Out, false>::shared_bytes;
 };

@@ -1,4 +1,4 @@
-// Prefill attention on the GPU: what the host calls.
+// Prefill attention on the GPU: the host's calls.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// What prefill attention asks of a problem before anything is launched.
+// The checks of a problem before anything is launched.
 
 namespace detail {
 
@@ -41,8 +41,8 @@ inline void require_prefill_rows(const char* what, const void* data, const row_s
   }
 }
 
-/// Throws unless everything fits together; returns how many blocks of `block_rows` query rows to launch, a block's rows
-/// being those of `group` query heads.
+/// Throws unless everything fits together. Returns how many blocks of `block_rows` query rows to launch; a block has
+/// the rows of `group` query heads.
 template <class View, class Out>
 index_t check_prefill(const prefill_problem<View, Out>& p, index_t sequences, index_t kv_heads, index_t q_heads,
                       index_t group, index_t block_rows) {
@@ -89,16 +89,16 @@ index_t check_prefill(const prefill_problem<View, Out>& p, index_t sequences, in
   return index_t(blocks);
 }
 
-/// How `blocks` query blocks are cut for a device that holds `places` blocks at once: into parts, where there are too
-/// few of them and there is a workspace. Blocks that go from item to item (`in_turns`) count in it what they have
+/// How `blocks` query blocks are cut for a device that runs `places` blocks at once: into parts, where there are too
+/// few of them and there is a workspace. Blocks that process several items (`in_turns`) count there the items that were
 /// taken.
 template <class Kernel>
 prefill_parts cut_prefill(index_t blocks, index_t places, bool in_turns, void* workspace, cudaStream_t stream) {
-  constexpr index_t most_splits = 32;  // enough to fill a large device from eight blocks
+  constexpr index_t max_splits = 32;  // enough to fill a large device from eight blocks
   prefill_parts parts;
   parts.items = blocks;
   if (!workspace) return parts;
-  parts.splits = std::clamp(places / blocks, 1, most_splits);
+  parts.splits = std::clamp(places / blocks, 1, max_splits);
   parts.items *= parts.splits;
   parts.out = static_cast<float*>(workspace);
   parts.state = reinterpret_cast<float2*>(parts.out + std::size_t(places) * Kernel::block_rows * Kernel::Dv);
@@ -109,8 +109,8 @@ prefill_parts cut_prefill(index_t blocks, index_t places, bool in_turns, void* w
   return parts;
 }
 
-/// Which kernel a program has for the device depends on the architecture that it was compiled for: sm_90a has more
-/// instructions. The host asks for the bound on a block's threads, by which the two differ.
+/// Which kernel a program has depends on the architecture that it was compiled for: sm_90a has more instructions. The
+/// host reads the bound on a block's threads, in which the two kernels differ.
 template <class View, class Out, bool Hopper = compiled_for_hopper&& fits_hopper_prefill<View>>
 using prefill_kernel_of = std::conditional_t<Hopper, prefill_hopper_kernel<View, Out>, prefill_kernel<View, Out>>;
 
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__((prefill_kernel_of<View, Out>::threads), (pref
   kernel::template run<dense_tiles<kernel>>(problem, parts, maps, {});
 }
 
-/// One warp per query row of every head; `blocks` query blocks of a head.
+/// Merges parts: one warp per query row of every head; a head has `blocks` query blocks.
 template <class View, class Out>
 __global__ void __launch_bounds__(128)
     merge_prefill_entry(const __grid_constant__ prefill_problem<View, Out> p, prefill_parts parts, index_t blocks) {
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(128)
   const index_t heads = p.view.sequences * p.view.kv_heads, group = p.q.heads / p.view.kv_heads;
   const index_t head_row = item / query_rows, row = item % query_rows, head = head_row % p.view.kv_heads;
   constexpr index_t block_rows = prefill_kernel<View, Out>::block_rows;
-  // As dense_tiles numbers blocks: the last query rows of all heads first.
+  // In the order of dense_tiles: the last query rows of all heads first.
   prefill_kernel<View, Out>::merge(p, parts, (blocks - 1 - row / block_rows) * heads + head_row, row % block_rows,
                                    head_row / p.view.kv_heads, row / group, head * group + row % group,
                                    int(threadIdx.x % 32));
@@ -140,13 +140,13 @@ __global__ void __launch_bounds__(128)
 
 }  // namespace detail
 
-/// Causal attention of a prompt chunk over what is stored, the chunk itself included.
+/// Causal attention of a prompt chunk over the stored tokens, those of the chunk included.
 ///
 /// Shapes   as prefill_problem; q_heads is a multiple of kv_heads. Rows of q, K and V are contiguous and begin at
 ///          multiples of 16 bytes; encoded rows of K and V, which are decoded on their way to shared memory, anywhere.
 ///          Chunks of any length.
-/// Returns  output and natural log-sum-exp, this of all tokens or of the newest alone; a row that sees nothing gives 0
-///          and -infinity, unless it has a sink logit.
+/// Returns  output, and natural log-sum-exps of all tokens or of the newest ones. A row that sees nothing gives 0 and
+///          -infinity, unless it has a sink logit.
 /// Errors   shapes, alignment and null pointers are checked before the launch.
 /// Cost     2 (k_dim + v_dim) flops for each query row and stored token of the tiles of 64 that its block sees; K and V
 ///          are read once per 128 query rows (tokens times group). No length on the host. A chunk of too few rows to
@@ -187,14 +187,16 @@ class prefill_attention {
     int resident = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, std::size_t(shared_bytes_)),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    places_ = (std::max)(1, resident) * device.multiprocessors;
+    resident_blocks_ = (std::max)(1, resident) * device.multiprocessors;
   }
 
-  /// What splits need. Not more than a part for every block that the device holds at once.
-  std::size_t workspace_bytes() const { return std::size_t(places_) * kernel::block_rows * (kernel::Dv + 2) * 4; }
+  /// The workspace of splits: at most a part for every block that the device runs at once.
+  std::size_t workspace_bytes() const {
+    return std::size_t(resident_blocks_) * kernel::block_rows * (kernel::Dv + 2) * 4;
+  }
 
-  /// `workspace`, aligned to 16 bytes, is scratch; null: no splits, and blocks of the Hopper kernel take their items in
-  /// turn, not as they come to them. A chunk of no tokens launches nothing.
+  /// `workspace`, aligned to 16 bytes, is scratch. Null: there are no splits, and blocks of the Hopper kernel process
+  /// items in a fixed order, not as blocks become free. A chunk without tokens launches nothing.
   void run(const prefill_problem<View, Out>& problem, void* workspace, cudaStream_t stream) const {
     const index_t blocks =
         detail::check_prefill(problem, sequences_, kv_heads_, q_heads_, q_heads_ / kv_heads_, kernel::block_rows);
@@ -202,10 +204,11 @@ class prefill_attention {
     detail::require_aligned("workspace", workspace, 16);
     watch_order(problem.view, stream);
     const bool on_hopper = threads_ != kernel::threads;
-    const detail::prefill_parts parts = detail::cut_prefill<kernel>(blocks, places_, on_hopper, workspace, stream);
+    const detail::prefill_parts parts =
+        detail::cut_prefill<kernel>(blocks, resident_blocks_, on_hopper, workspace, stream);
     row_maps maps;
     if (on_hopper) maps = map_rows_of(problem.view, hopper_tile);
-    const index_t grid = on_hopper ? (std::min)(parts.items, places_) : parts.items;
+    const index_t grid = on_hopper ? (std::min)(parts.items, resident_blocks_) : parts.items;
     entry_<<<unsigned(grid), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(problem, parts, maps);
     check(cudaGetLastError(), "launch of prefill attention");
     if (parts.splits == 1) return;
@@ -215,7 +218,7 @@ class prefill_attention {
     check(cudaGetLastError(), "launch of prefill attention's merge");
   }
 
-  /// As `run`, over one of several parts of what is stored: leaves sink logits to `merge_parts`, which needs the lse.
+  /// `run` over one of several parts of the stored tokens. Sink logits are left to `merge_parts`, which needs the lse.
   void run_part(prefill_problem<View, Out> problem, void* workspace, cudaStream_t stream) const {
     static_assert(std::is_same_v<Out, float>, "tessera: a part of prefill attention is written in fp32");
     require(problem.lse.data != nullptr, "lse of a part", "null", "device memory", "merge_parts weighs parts by it");
@@ -230,7 +233,7 @@ class prefill_attention {
 
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*entry_)(prefill_problem<View, Out>, detail::prefill_parts, row_maps) = nullptr;
-  index_t sequences_, kv_heads_, q_heads_, places_ = 1;
+  index_t sequences_, kv_heads_, q_heads_, resident_blocks_ = 1;
   int threads_ = kernel::threads, shared_bytes_ = kernel::shared_bytes;
 };
 

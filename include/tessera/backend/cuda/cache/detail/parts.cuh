@@ -1,4 +1,4 @@
-// What the layers of a cache hold on the device, and how their rows get room.
+// What the layers of a cache hold on the device, and how room is made for their rows.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// The parts of one recipe's cache. Changes of rows and lists are planned, which does all that may throw and shows
-/// nothing; then they are committed, in the order of a stream, or abandoned.
+/// The parts of one recipe's cache. Changes of rows and candidates are planned first. A plan does everything that may
+/// throw and is not visible. It is then committed, in the order of a stream, or abandoned.
 template <class Recipe, class Out>
 struct cache_parts {
   using layout = typename Recipe::layout_type;
@@ -49,7 +49,7 @@ struct cache_parts {
               placement_of(recipe), recipe.layout, &roles),
         next(std::size_t(options.sequences)),
         first_position(next.size()),
-        after(next.size()),
+        next_position(next.size()),
         stepped(fires_last ? 2 * std::size_t(shape.layers) * std::size_t(options.sequences * shape.kv_heads) : 0),
         steps(options.sequences),
         marks(shape.layers, options.sequences, options.tokens, options.step_tokens),
@@ -76,13 +76,13 @@ struct cache_parts {
     }
     return owners;
   }
-  /// By head: what the last step could read; of layer shape.layers + l: entries of the lists of layer l.
+  /// How many slots the last step could read, by head. Layer shape.layers + l: entries of the lists of layer l.
   index_t* stepped_of(sequence_layer owner) const {
     return stepped.data() + (offset_t(owner.layer) * options.sequences + owner.id) * shape.kv_heads;
   }
 
-  /// Calls plan(), which plans changes of `part`: the store, or the lists. Errors: a step has begun, and the plan moves
-  /// rows of other sequences, which the step would not find; the plan is forgotten.
+  /// Calls plan(), which plans changes of `part`: the store or the candidates. Errors: a step has begun, and the plan
+  /// moves rows of other sequences, which the step would not find; the plan is abandoned.
   template <class Part, class Plan>
   void plan_beside_step(Part& part, const Plan& plan) const {
     plan();
@@ -93,7 +93,7 @@ struct cache_parts {
       throw;
     }
   }
-  /// Sliding layers drop what they have left behind, now and then.
+  /// Drops tokens behind the window of sliding layers, when enough have gathered.
   void slide(const sequence_layers& owners, cudaStream_t stream) {
     for (const sequence_layer owner : owners) {
       const index_t window = roles.window(owner.layer);
@@ -101,10 +101,10 @@ struct cache_parts {
       if (window == 0 || held.longest <= longest_slid(window)) continue;
       const kept_bound kept{{window, (std::min)(held.total, offset_t(window) * shape.kv_heads)}, {}};
       plan_beside_step(store, [&] { store.plan_keep({owner}, {kept}, stream); });
-      store.keep(owner, {newest.of(store.lengths(owner), window, stream), kept}, stream);
+      store.keep(owner, {newest.selection(store.lengths(owner), window, stream), kept}, stream);
     }
   }
-  /// Room for `tokens` more in every head of these layers; sliding layers drop what they have left behind first.
+  /// Makes room for `tokens` more in every head of these layers. Sliding layers drop tokens behind their window first.
   void make_room(const sequence_layers& owners, index_t tokens, cudaStream_t stream) {
     slide(owners, stream);
     plan_beside_step(store, [&] { store.plan_room(owners, tokens, stream); });
@@ -115,7 +115,7 @@ struct cache_parts {
   /// Positions that steps may read of a layer, by kv_head, or by query head where those of a group read apart.
   host_vector<host_vector<index_t>> downloaded_lists(sequence_layer owner) const {
     if (!roles.follows_recipe(owner.layer)) return store.downloaded_positions(owner);
-    return reads.lists().downloaded_lists(owner, store);
+    return reads.candidates().downloaded_lists(owner, store);
   }
 
   model_shape shape;
@@ -123,8 +123,9 @@ struct cache_parts {
   device_info device;
   layer_roles roles;
   store_type store;
-  device_buffer<index_t> next;                   ///< by id: position of the next token
-  device_buffer<index_t> first_position, after;  ///< by sequence of the batch: of the step's first token, and behind it
+  device_buffer<index_t> next;  ///< by id: position of the next token
+  /// By sequence of the batch: the position of the step's first token, and of the next step's.
+  device_buffer<index_t> first_position, next_position;
   device_buffer<index_t> chunk_position{1};
   device_buffer<index_t> stepped;  ///< see `stepped_of`
   step_table steps;

@@ -1,4 +1,4 @@
-// What calls of a turn's prompt do to the layers of a cache on the device.
+// The prompt's part of a turn: changes of a cache's layers on the device.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// The prompt's part of a turn. Arguments have been checked; what may throw comes before anything is launched.
+/// The prompt's part of a turn. Arguments have been checked. Calls throw before anything is launched.
 template <class Recipe, class Out>
 class prompt_turn {
   using parts = cache_parts<Recipe, Out>;
@@ -19,7 +19,7 @@ class prompt_turn {
  public:
   explicit prompt_turn(parts& its) : its_(its) {}
 
-  /// Appends a chunk to a layer; its queries are observed.
+  /// Appends a chunk to a layer and observes its queries.
   void append(sequence_layer owner, const planned<Recipe>& policies, const prompt_chunk& chunk,
               const rows_view<const T>& q, const rows_view<const T>& k, const rows_view<const T>& v,
               cudaStream_t stream) {
@@ -29,8 +29,8 @@ class prompt_turn {
     its_.store.commit_packing(stream);
     its_.store.append_rows(its_.store.view(owner), k, v, set_number(its_.chunk_position.data(), chunk.first, stream),
                            its_.marks.of_chunk(chunk.marks, k.tokens, stream), stream);
-    its_.store.took(owner, k.tokens);
-    if (chunk.begins) its_.reads.lists().end_lists(owner, stream);
+    its_.store.grew(owner, k.tokens);
+    if (chunk.begins) its_.reads.candidates().end_lists(owner, stream);
     if (!its_.roles.follows_recipe(owner.layer)) return;
     its_.store.observe_prompt(owner, q, stream);
     if (choosing_layer<Recipe>(owner.layer, policies, its_.roles) != owner.layer) return;
@@ -38,7 +38,7 @@ class prompt_turn {
                                          chunk.first + k.tokens, stream);
   }
 
-  /// Before more of a prompt is appended to a layer that chooses among what it has: it keeps its share of that.
+  /// Called before more of a prompt is appended to a layer that chooses in chunks: the layer keeps its share so far.
   void end_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach,
                  index_t reconsidered, cudaStream_t stream) {
     if (its_.roles.follows_recipe(owner.layer) &&
@@ -74,22 +74,22 @@ class prompt_turn {
     its_.rereads.pass(owner, its_.store, policies, its_.roles, its_.attends, q, k, v, out, part, stream);
   }
 
-  /// A prompt of `tokens` tokens has been through a layer: what it needs no other layer for is done.
+  /// Called when a prompt of `tokens` tokens has been through a layer: does what needs no other layer.
   void end_layer(sequence_layer owner, const Recipe& recipe, index_t tokens, cudaStream_t stream) {
     its_.order.require_none_under_way();
     its_.slide({owner}, stream);
     if (its_.roles.follows_recipe(owner.layer) && packs_by_layer(recipe)) its_.store.pack_layer(owner, tokens, stream);
   }
 
-  /// A prompt has ended: where `due`, each layer keeps the budget's worth, or lets it through.
+  /// Called when a prompt has ended. Where `due`, each layer keeps what the budget allows, or lets it through.
   void end(index_t id, const planned<Recipe>& policies, bool due, const prompt_reach& reach, cudaStream_t stream) {
     its_.reads.require_covered(policies);
     const sequence_layers choosing = plan_choice(id, policies, due, reach, stream);
     its_.plan_beside_step(its_.store, [&] {
-      its_.store.plan_packing(its_.all_layers({id}), reach.prompt_tokens(), stream);  // last that can throw
+      its_.store.plan_packing(its_.all_layers({id}), reach.prompt_tokens(), stream);  // the last call that can throw
     });
     set_number(its_.next.data() + id, reach.end, stream);
-    kept_slots kept;  // of the layer before: one that takes over its choice comes right behind it
+    kept_slots kept;  // of the previous layer; a layer that reuses its choice follows immediately
     for (const sequence_layer owner : choosing) choose(owner, policies, due, reach, kept, stream);
     its_.store.commit_packing(stream);
     its_.reads.set_plan(id, policies, stream);
@@ -106,7 +106,7 @@ class prompt_turn {
                     const index_t* next, index_t member, cudaStream_t stream) {
     return its_.first.choose(owner, its_.store, policies, its_.roles.rule(owner.layer), reach, next, member, stream);
   }
-  /// Plans what the layers of a sequence keep, or let through; returns those that have anything to do.
+  /// Plans what the layers of a sequence keep, or let through. Returns the layers that have something to do.
   sequence_layers plan_choice(index_t id, const planned<Recipe>& policies, bool due, const prompt_reach& reach,
                               cudaStream_t stream) {
     if (due) its_.first.count_over_model(id, its_.store, policies, its_.roles, stream);
@@ -119,19 +119,19 @@ class prompt_turn {
       const sequence_layer chooser{choosing_layer<Recipe>(layer, policies, its_.roles), id};
       if (!filters && its_.first.keeps_everything(chooser, held, policies)) continue;
       owners.push_back(owner);
-      // How many columns join, only the device knows.
+      // Only the device knows how many columns join.
       kept.push_back(due && !its_.prompts.columns(layer).bits
                          ? its_.first.bound(chooser, its_.store, policies, reach.prompt_tokens())
                          : kept_bound{held, {}});
     }
     if (filters)
-      its_.plan_beside_step(its_.reads.lists(), [&] { its_.reads.lists().plan_pass(owners, kept); });
+      its_.plan_beside_step(its_.reads.candidates(), [&] { its_.reads.candidates().plan_pass(owners, kept); });
     else
       its_.plan_beside_step(its_.store, [&] { its_.store.plan_keep(owners, kept, stream); });
     return owners;
   }
-  /// A layer keeps, or lets through, what is chosen; `kept`: by the layer before, for one that takes it over. Where the
-  /// schedule is not `due`, a filter lets everything through.
+  /// A layer keeps the chosen slots, or lets them through. `kept`: the previous layer's choice, for a layer that reuses
+  /// it. Where the schedule is not `due`, a filter lets everything through.
   void choose(sequence_layer owner, const planned<Recipe>& policies, bool due, const prompt_reach& reach,
               kept_slots& kept, cudaStream_t stream) {
     const index_t chooser = choosing_layer<Recipe>(owner.layer, policies, its_.roles);
@@ -144,7 +144,7 @@ class prompt_turn {
       if (!filters) return its_.store.keep(owner, kept, stream);
       const joined_columns columns = due ? its_.prompts.columns(chooser) : joined_columns{};
       if (columns.bits) kept.bound = {its_.store.bound(owner), {}};
-      its_.reads.lists().pass(owner, m, kept, columns, stream);
+      its_.reads.candidates().pass(owner, m, kept, columns, stream);
     }
   }
 

@@ -1,4 +1,4 @@
-// A text that passes through a model once more, on the GPU: what its queries give to the tokens of one part.
+// A text that passes through a model a second time, on the GPU: its queries score the tokens of one part.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A block a head lists what a re-reading sees: the sinks, the part and the re-reading itself, slots and positions.
+/// Lists the slots and positions that a re-reading sees: the sinks, the part and the re-reading itself. A block a head.
 /// Shapes   slots, positions [kv_heads, capacity], counts, begins [kv_heads].
 template <class View>
 __global__ void __launch_bounds__(256)
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-/// Tokens of the part get the larger of both scores; a NaN stays.
+/// Gives tokens of the part the larger of both scores; a NaN stays.
 template <class View>
 __global__ void __launch_bounds__(256) keep_larger_entry(const __grid_constant__ View seen, reread_part part,
                                                          const float* fresh, float* scores, const offset_t* begins) {
@@ -72,16 +72,16 @@ class rereading {
   rereading(const model_shape&, const cache_options&, const device_info&) {}
 };
 
-/// The device's cpu::rereading.   Memory   two numbers and a score for kv_heads * tokens, and what scoring 512 queries
-/// needs.
+/// The device's cpu::rereading.   Memory   two numbers and a score for kv_heads * tokens, and the workspace of scoring
+/// 512 queries.
 template <class Recipe>
 class rereading<Recipe, true> {
   using store_type = kv_store<typename Recipe::layout_type>;
   using all_view = typename store_type::view_type;
   using T = typename all_view::element_type;
   using scorer = typename Recipe::retain_type::scorer_type;
-  using seen_view = kv_view<view_element<typename all_view::encoding_type>, all_view::k_dim,
-                            filtered<decltype(all_view::table)>, all_view::v_dim>;
+  using visible_view = kv_view<view_element<typename all_view::encoding_type>, all_view::k_dim,
+                               filtered<decltype(all_view::table)>, all_view::v_dim>;
   static constexpr index_t queries_at_once = 512;
   static_assert(joins_rows_by<scorer> == row_join::maximum,
                 "tessera: what is read again scores by the maximum over its queries on the device");
@@ -98,8 +98,8 @@ class rereading<Recipe, true> {
         scores_(slots_.size()),
         workspace_(score_.workspace_bytes()) {}
 
-  /// Appends the tokens of a re-reading to a layer that has room for them, attends, scores the part, and forgets them
-  /// again.
+  /// Appends the tokens of a re-reading to a layer that has room for them, attends, scores the part, and drops the
+  /// tokens.
   /// Shapes   as those of cuda::cache::reread.   Errors   queries that do not begin on 16 bytes, before anything is
   ///          launched.
   template <class Attention, class Out>
@@ -110,16 +110,16 @@ class rereading<Recipe, true> {
     require_rows_on_16_bytes("q", q);
     const index_t* position = set_number(begin_position_.data(), part.begin, stream);
     store.append_rows(store.view(owner), k, v, position, {}, stream);
-    store.took(owner, k.tokens);
+    store.grew(owner, k.tokens);
     const logit_rule rule = roles.rule(owner.layer);
     attention.prompt(prefill_problem<all_view, Out>{store.view(owner), q, position, rule, out, {}}, stream);
     if (roles.follows_recipe(owner.layer)) score(owner, store, policies, rule, q, part, stream);
     add_number(store.lengths(owner), store.lengths(owner), -k.tokens, heads_, stream);
-    store.take_back(owner, k.tokens);
+    store.drop_newest(owner, k.tokens);
   }
 
  private:
-  /// The scores of the part's tokens become what the queries give them, where that is more.
+  /// Raises the scores of the part's tokens to those that the queries give them, where these are larger.
   void score(sequence_layer owner, const store_type& store, const planned<Recipe>& policies,
              const logit_rule& rule, const rows_view<const T>& q, const reread_part& part, cudaStream_t stream) const {
     const auto& policy = policies.first.scorer;
@@ -127,8 +127,8 @@ class rereading<Recipe, true> {
     detail::list_part_entry<all_view><<<unsigned(heads_), 256, 0, stream>>>(
         all, policy.sinks, part, capacity_, slots_.data(), positions_.data(), counts_.data(), begins_.data());
     check(cudaGetLastError(), "launch of list_part");
-    score_problem<seen_view> problem;
-    problem.view = seen(all);
+    score_problem<visible_view> problem;
+    problem.view = visible(all);
     problem.first_position = position_.data();
     problem.rule = rule;
     problem.scores = scores_.data();
@@ -142,13 +142,13 @@ class rereading<Recipe, true> {
       score_.run(problem, policy, workspace_.data(), stream);
     }
     const dim3 grid{unsigned(std::clamp(ceil_div(part.end - part.first, 256), 1, 64)), unsigned(heads_)};
-    detail::keep_larger_entry<seen_view>
+    detail::keep_larger_entry<visible_view>
         <<<grid, 256, 0, stream>>>(problem.view, part, scores_.data(), store.scores(), all.position_begin);
     check(cudaGetLastError(), "launch of keep_larger");
   }
 
-  seen_view seen(const all_view& all) const {
-    seen_view view;
+  visible_view visible(const all_view& all) const {
+    visible_view view;
     view.k = all.k;
     view.v = all.v;
     view.k_strides = all.k_strides;
@@ -166,7 +166,7 @@ class rereading<Recipe, true> {
   }
 
   index_t heads_, capacity_;
-  attentive_score<seen_view, scorer> score_;
+  attentive_score<visible_view, scorer> score_;
   device_buffer<index_t> slots_, positions_, counts_;
   device_buffer<offset_t> begins_;
   device_buffer<float> scores_;

@@ -9,8 +9,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Distinct bytes of stored K, V and scores, of candidates and index, that the last decode step of a sequence touched,
-/// all layers. Synchronises.
+/// Distinct bytes that the last decode step of a sequence touched, in all layers: of stored K, V and scores, of
+/// candidates and of the index. Synchronises.
 template <class Recipe, class Out>
 offset_t step_bytes(const cache_parts<Recipe, Out>& its, index_t id, const Recipe& recipe,
                     const sequence_state<Recipe>& state) {
@@ -28,7 +28,7 @@ offset_t step_bytes(const cache_parts<Recipe, Out>& its, index_t id, const Recip
     for (const auto& list : joined_lists(lists, its.shape.kv_heads)) lengths.push_back(index_t(list.size()));
     for (std::size_t i = 0; i < lists.size(); ++i)
       entries[i * entries.size() / lists.size()] += index_t(lists[i].size());
-    // What the choice at the end of the step dropped, or reads no more, has been read too.
+    // Slots that the choice at the end of the step dropped, or no longer reads, have been read too.
     if (follows && (filters ? chose : parts::fires_last)) {
       lengths = downloaded(its.stepped_of(owner), lengths.size());
       entries = downloaded(its.stepped_of({its.shape.layers + layer, id}), lengths.size());

@@ -1,4 +1,4 @@
-// Which step of a cache is under way, as far as the host sees.
+// Which step of a cache is under way, as far as the host knows.
 #pragma once
 
 #include <algorithm>
@@ -12,12 +12,12 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
 /// Checks that `begin_step` and `decode` are called for the step that `prepare_step` made last: begun once, then its
-/// layers in ascending order. What a graph replays the host does not see: a call that is recorded must be of that step,
-/// no more.
+/// layers in ascending order. The host does not see replays of a graph: a recorded call is only checked to be of that
+/// step.
 ///
 /// `prepare_step` notes on the host what the step appends. So a step that is never carried out leaves its sequences a
 /// token ahead of the device: they are unfinished, and may only be closed. Once a call was recorded, a prepared step
-/// may have been replayed, and passes.
+/// may have been replayed, and is accepted.
 template <class Recipe>
 class step_order {
  public:
@@ -29,17 +29,17 @@ class step_order {
             "sequence in the middle of a step", id, "one whose step has been decoded in every layer",
             "decode the layers that are missing, or close the sequence");
   }
-  /// Errors   so is any sequence's.
+  /// Errors   the same of any sequence.
   void require_all_finished() const {
     if (is_unfinished()) require_finished(now_.ids.front());
   }
-  /// Errors   a step has begun that some layer has yet to decode: rows that now move it would not find again.
+  /// Errors   a step has begun and has layers to go: it would not find rows that move now.
   void require_none_under_way() const {
     const bool waits = has_begun_ && !is_stale_ && !now_.ids.empty() && next_layer_ < layers_;
     require(!waits, "layers that the step under way has been through", next_layer_, std::to_string(layers_),
             "decode the layers that are missing first: they would not find rows that move");
   }
-  /// The tokens of a step count in every layer from now on.
+  /// Counts the tokens of a step in every layer.
   void prepared(const batch& step, conversations<Recipe>& known) {
     for (index_t layer = 0; layer < layers_; ++layer) known.took_step(layer, step);
     if (is_unfinished()) unfinished_.insert(unfinished_.end(), now_.ids.begin(), now_.ids.end());
@@ -69,7 +69,7 @@ class step_order {
       next_layer_ = layer + 1;
   }
 
-  /// A step that has begun cannot go on: rows, or plans, are not where it found them.
+  /// Called when rows or plans have moved: a step that has begun cannot continue.
   void disturbed() { is_stale_ = is_stale_ || has_begun_; }
   void disturbed(index_t id) {
     if (contains(now_.ids, id)) disturbed();
@@ -89,7 +89,7 @@ class step_order {
     check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
   }
-  /// The step that was prepared last has layers to go, as far as the host can know.
+  /// Whether the step that was prepared last has layers to go, as far as the host knows.
   bool is_unfinished() const { return !now_.ids.empty() && next_layer_ < layers_ && (sees_all_ || next_layer_ > 0); }
   void require_prepared(const batch& step) const {
     require(!is_stale_ && !step.ids.empty() && step.number == now_.number, "step",
@@ -103,7 +103,7 @@ class step_order {
   bool has_begun_ = false, is_stale_ = false;
   bool sees_all_ = true;             // no call was ever recorded
   index_t next_layer_ = 0;           // of the step that has begun
-  host_vector<index_t> unfinished_;  // of steps that another one has followed
+  host_vector<index_t> unfinished_;  // sequences of steps that were followed by another one
 };
 
 }  // namespace cuda

@@ -1,4 +1,4 @@
-// What a decode step does to the layers of a cache on the device.
+// The steps of a turn: changes of a cache's layers on the device.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ class step_turn {
  public:
   explicit step_turn(parts& its) : its_(its) {}
 
-  /// Room for a step in every layer, or in none; what it will have appended and chosen, on the host's books.
+  /// Makes room for a step in every layer, or in none, and notes on the host what the step will append and choose.
   void prepare(const batch& step, const conversations<Recipe>& known, cudaStream_t stream) {
     for (const index_t id : step.ids) its_.order.require_finished(id);
     const sequence_layers owners = its_.all_layers(step.ids);
@@ -35,18 +35,18 @@ class step_turn {
     }
   }
 
-  /// The device's part, first of all: what the batch needs is gathered, positions and lengths move on.
+  /// The beginning of the device's part: gathers what the batch needs, advances positions and lengths.
   void begin(const batch& step, cudaStream_t stream) {
     const index_t sequences = step.sequences();
     its_.order.begin(step, stream);
     auto columns = its_.store.gathered();
     for (const auto& column : its_.reads.gathered()) columns.push_back(column);
     its_.steps.gather(sequences, columns, stream);
-    advance_positions(its_.next.data(), its_.steps.ids(), its_.first_position.data(), its_.after.data(), sequences,
-                      step.tokens, stream);
+    advance_positions(its_.next.data(), its_.steps.ids(), its_.first_position.data(), its_.next_position.data(),
+                      sequences, step.tokens, stream);
     its_.steps.advance(its_.store.length_column(), its_.shape.layers, sequences, step.tokens, stream,
                        its_.stepped.data());
-    its_.reads.lists().join(its_.steps, its_.store.length_column(), sequences, step.tokens, stream);
+    its_.reads.candidates().join(its_.steps, its_.store.length_column(), sequences, step.tokens, stream);
   }
 
   /// One layer for every sequence of the batch: append, retrieve, attend, retain.
@@ -73,7 +73,7 @@ class step_turn {
  private:
   void make_room(const sequence_layers& owners, const batch& step, const conversations<Recipe>& known,
                  cudaStream_t stream) {
-    its_.store.finish_layer(stream);  // lest it ends within the step, and moves rows
+    its_.store.finish_layer(stream);  // so that it does not end within the step and move rows
     its_.slide(owners, stream);
     its_.store.settle(step.ids, false, stream);
     its_.store.plan_packing(owners, 0, stream);
@@ -89,9 +89,9 @@ class step_turn {
     }
     its_.store.commit_room(owners, stream);
     its_.store.commit_packing(stream);
-    its_.reads.lists().commit_room(owners, stream);
+    its_.reads.candidates().commit_room(owners, stream);
   }
-  /// Room for the lists of a step, of every layer or of none.
+  /// Makes room for the lists of a step, in every layer or in none.
   void plan_lists(const sequence_layers& owners, const batch& step, const conversations<Recipe>& known) {
     host_vector<index_t> longest;
     for (const sequence_layer owner : owners) {
@@ -100,9 +100,10 @@ class step_turn {
       held.longest += step.tokens;
       longest.push_back(its_.roles.follows_recipe(owner.layer) ? bound(owner, held, known, 0).longest : 0);
     }
-    its_.reads.lists().plan_room(owners, step.tokens, longest);
+    its_.reads.candidates().plan_room(owners, step.tokens, longest);
   }
-  /// What a step that chooses leaves of a layer that will hold `held`, or lets through; `added` new tokens stay.
+  /// An upper bound of what a step that chooses leaves of a layer with `held` tokens, or lets through. The newest
+  /// `added` tokens stay.
   token_bound bound(sequence_layer owner, const token_bound& held, const conversations<Recipe>& known,
                     index_t added) const {
     if (its_.prompts.columns(owner.layer).bits) return held;
@@ -110,30 +111,31 @@ class step_turn {
   }
   void note(const sequence_layers& owners, const batch& step, const conversations<Recipe>& known) {
     for (const sequence_layer owner : owners) {
-      its_.store.took(owner, step.tokens);
-      its_.reads.lists().took(owner, step.tokens);
+      its_.store.grew(owner, step.tokens);
+      its_.reads.candidates().grew(owner, step.tokens);
       if (!(step.evicts_first || step.evicts_last) || !its_.roles.follows_recipe(owner.layer)) continue;
       const token_bound held = its_.store.bound(owner),
                         left = bound(owner, held, known, step.evicts_last ? 0 : step.tokens);
       if constexpr (filters) {
-        its_.reads.lists().passed_in_step(owner, left);
+        its_.reads.candidates().passed_in_step(owner, left);
       } else if constexpr (parts::in_steps) {
-        // Only where all heads are known to be equally long is the room that this makes known too.
+        // The host knows the room that this makes only where all heads are equally long.
         its_.store.shrank(owner, left, its_.first.heads_are_even ? held.longest - left.longest : 0);
       }
     }
   }
-  /// Drops what the first stage does not choose, or lets through what it does; the newest `added` tokens stay.
+  /// Drops the slots that the first stage does not choose, or lets the chosen ones through. The newest `added` tokens
+  /// stay.
   void choose(index_t layer, const batch& step, const planned<Recipe>& policies, const view_type& all, index_t added,
               cudaStream_t stream) {
     if constexpr (parts::in_steps) {
-      auto& lists = its_.reads.lists();
+      auto& lists = its_.reads.candidates();
       lists.note_read(layer, its_.steps, step.sequences(), its_.stepped_of({layer, 0}),
                       its_.stepped_of({its_.shape.layers + layer, 0}), stream);
       for (index_t m = 0; m < its_.first.members().count(); ++m) {
         const selection_view kept =
             its_.first.choose_in_step(layer, its_.steps.ids(), its_.store, all, policies, its_.roles.rule(layer),
-                                      its_.after.data(), added, m, stream);
+                                      its_.next_position.data(), added, m, stream);
         lists.pass_in_step(layer, m, its_.steps, step.sequences(), kept, its_.first.max_kept_tokens(),
                            its_.prompts.columns(layer), stream);
         if (filters) continue;
@@ -143,7 +145,7 @@ class step_turn {
       its_.reads.rebuild(layer, its_.steps.ids(), its_.store, all, stream);
     }
   }
-  /// What a step reads of a layer that follows the recipe, which holds its tokens already.
+  /// Attends what a step reads of a layer that follows the recipe. The step's tokens have been appended.
   void read(index_t layer, const Recipe& recipe, const view_type& all, const rows_view<const T>& q,
             const rows_view<Out>& out, const rows_view<float>& lse, selection_view& chosen, cudaStream_t stream) {
     const group_members& members = its_.first.members();
@@ -155,9 +157,9 @@ class step_turn {
                                      stream))
         continue;
       its_.attends.step(
-          decode_problem<typename parts::read_view_type, Out>{view, members.of(q, m), first, rule, members.of(out, m),
-                                                              members.of(lse, m), chosen,
-                                                              its_.reads.lists().usual_row(recipe.budget())},
+          decode_problem<typename parts::read_view_type, Out>{view, members.rows(q, m), first, rule,
+                                                              members.rows(out, m), members.rows(lse, m), chosen,
+                                                              its_.reads.candidates().usual_row(recipe.budget())},
           stream);
     }
     its_.reads.reader().complete(layer, its_.steps.ids(), its_.reads.batch_view(layer, all), out, stream);

@@ -1,4 +1,4 @@
-// What a cache's new tokens say about the segments of their texts, on the device.
+// The segments of a cache's new tokens, on the device.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// A recipe that sees no segments: nothing is held, nothing is said.
+/// Does nothing, for recipes without segments.
 template <bool Needed>
 class text_marks {
  public:
@@ -20,7 +20,7 @@ class text_marks {
   new_segments of_step(index_t) const { return {}; }
 };
 
-/// Flags of a prompt chunk and where texts stand, copied from the host that counts them.
+/// Flags of a prompt chunk and the state of texts, copied from the host, which counts them.
 template <>
 class text_marks<true> {
  public:
@@ -39,8 +39,8 @@ class text_marks<true> {
     return {flags_.data(), text_.data()};
   }
 
-  /// Before a step, on the host: where the texts of its sequences stand, the same in every layer, and its flags
-  /// [sequences, tokens]; none of a recipe whose steps bring none.
+  /// Called on the host before a step: copies the state of its sequences' texts, which is the same in every layer, and
+  /// the step's flags [sequences, tokens], where the recipe has flags in steps.
   void set(const host_vector<segment_cursor>& texts, const host_vector<std::uint8_t>& boundaries,
            cudaStream_t stream) const {
     if (!boundaries.empty())
@@ -56,7 +56,7 @@ class text_marks<true> {
       check(cudaGetLastError(), "launch of set_texts");
     }
   }
-  /// A layer of that step; without flags no segment ends, but for its length. Recordable.
+  /// The segments of a layer of that step. Without flags a segment ends only by its length. It can be recorded.
   new_segments of_step(index_t layer) const {
     return {step_flags_.data(), texts_.data() + offset_t(layer) * sequences_};
   }

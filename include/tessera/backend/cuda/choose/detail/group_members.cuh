@@ -1,4 +1,4 @@
-// Which query heads read together on the device: all of a kv_head's group, or those with one place in every group.
+// Which query heads read together on the device: all of a kv_head's group, or those with one index in every group.
 #pragma once
 
 #include "../../../../core/logit_rule.hpp"
@@ -18,21 +18,23 @@ __global__ void __launch_bounds__(Threads) every_sink_entry(const float* all, in
 
 }  // namespace detail
 
-/// `count` places in a group, each a model without groups to the kernels; with one place, the model as it is.
+/// A group's query heads in `count` members, each of which is a model without groups to the kernels. One member is the
+/// model as it is.
 class group_members {
  public:
   group_members(index_t count, const model_shape& shape)
       : count_(count), heads_(shape.q_heads / count), sinks_(count > 1 ? std::size_t(shape.q_heads) : 0) {}
 
   index_t count() const { return count_; }
-  /// Query heads of one place.
+  /// Query heads of one member.
   index_t q_heads() const { return heads_; }
 
+  /// The rows of a member's heads.
   template <class T>
-  rows_view<T> of(const rows_view<T>& rows, index_t member) const {
-    return every_head(rows, member, count_);
+  rows_view<T> rows(const rows_view<T>& all, index_t member) const {
+    return every_head(all, member, count_);
   }
-  /// A rule as these heads have it. Valid until the next call for the same place.
+  /// The rule of a member's heads. Valid until the next call for the same member.
   logit_rule rule(const logit_rule& all, index_t member, cudaStream_t stream) const {
     logit_rule own = all;
     if (count_ == 1 || !all.sink_logits) return own;

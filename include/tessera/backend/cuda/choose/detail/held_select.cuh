@@ -7,22 +7,23 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Bits for neighbouring keys of one thread, in the order of the row: which are chosen for certain, and which may be.
+/// Bits for neighbouring keys of one thread, in the row's order: keys that are chosen, and keys that may be.
 struct neighbour_bits {
   static constexpr int words = 2, quads = 8;  // groups of four keys that a word has bits for
-  const uint4* from;
+  const uint4* source;
   index_t half;  // quads of the first word
   unsigned chosen[words] = {}, maybe[words] = {};
 
-  /// Most quads of a thread.
-  static constexpr index_t most = words * quads - 1;
-  /// Of a thread when `threads` share `all` quads: odd, so that neighbouring threads read from other banks.
-  __device__ static index_t each(index_t all, index_t threads) { return (all + threads - 1) / threads | 1; }
+  /// The largest number of quads of a thread.
+  static constexpr index_t max_quads = words * quads - 1;
+  /// Quads of a thread when `threads` share `all` of them. The number is odd, so neighbouring threads read from other
+  /// banks.
+  __device__ static index_t quads_per_thread(index_t all, index_t threads) { return (all + threads - 1) / threads | 1; }
 
-  /// Of the thread's `own` quads of `all`, from `first` on. Keys whose leading 11 bits are above `digit` are chosen,
-  /// those that share it may be.
+  /// Bits for the thread's `own` quads of `all`, from `first` on. Keys whose leading 11 bits are above `digit` are
+  /// chosen; keys that share it may be.
   __device__ neighbour_bits(const uint4* keys, index_t all, index_t first, index_t own, unsigned digit)
-      : from(keys + first), half(own / 2 + 1) {
+      : source(keys + first), half(own / 2 + 1) {
     const unsigned low = digit << 21, high = low | 0x1fffffu;
 #pragma unroll
     for (int w = 0; w < words; ++w) {
@@ -30,7 +31,7 @@ struct neighbour_bits {
 #pragma unroll
       for (int i = 0; i < quads; ++i) {
         if (begin + i < end) {
-          const uint4 k = from[begin + i];
+          const uint4 k = source[begin + i];
           chosen[w] |= four(k, [&](unsigned key) { return key > high; }) << (i * 4);
           maybe[w] |= four(k, [&](unsigned key) { return key >= low; }) << (i * 4);
         }
@@ -43,7 +44,7 @@ struct neighbour_bits {
   __device__ void each_maybe(const Take& take) {
 #pragma unroll
     for (int w = 0; w < words; ++w) {
-      const auto* keys = reinterpret_cast<const unsigned*>(from + w * half);
+      const auto* keys = reinterpret_cast<const unsigned*>(source + w * half);
 #pragma unroll 1
       for (unsigned left = maybe[w]; left; left &= left - 1) {
         const int bit = __ffs(int(left)) - 1;
@@ -51,7 +52,8 @@ struct neighbour_bits {
       }
     }
   }
-  /// Of those that may be chosen, the ones whose part is above `cut` are, and only those at it may be.
+  /// Of the keys that may be chosen, chooses those whose part is above `cut`. Only those whose part equals it still may
+  /// be.
   template <class Part>
   __device__ void narrow(unsigned cut, const Part& part) {
     each_maybe([&](int w, unsigned bit, unsigned key) {
@@ -60,17 +62,17 @@ struct neighbour_bits {
       if (own > cut) chosen[w] |= bit;
     });
   }
-  /// All of them are chosen.
+  /// Chooses all keys that may be.
   __device__ void take_all() {
 #pragma unroll
     for (int w = 0; w < words; ++w) chosen[w] |= maybe[w], maybe[w] = 0;
   }
-  /// Of the chosen ones in the low half, of the others in the high half.
+  /// The number of chosen keys in the low half, of those that may be in the high half.
   __device__ unsigned counts() const {
     return (__popc(chosen[0]) + __popc(chosen[1])) | (__popc(maybe[0]) + __popc(maybe[1])) << 16;
   }
-  /// Writes the slots of the chosen keys and of the first `ties` that may be, ascending, `begin` being the thread's
-  /// first one.
+  /// Writes the slots of the chosen keys and of the first `ties` that may be, ascending. `begin` is the thread's first
+  /// slot.
   __device__ void write(index_t begin, unsigned ties, index_t* to) {
 #pragma unroll
     for (int w = 0; w < words; ++w) {
@@ -82,19 +84,19 @@ struct neighbour_bits {
   }
 };
 
-/// Keys are read once to count their leading digits and once to tell which lie above the digit of the cut, and which
-/// share it. From then on only these few are looked at. The list is made where the keys were, so that it is written to
-/// memory in one piece.
+/// Keys are read once to count their leading digits, and once to find which lie above the digit of the cut and which
+/// share it. From then on only these few are read. The list overwrites the keys in shared memory, so that it is written
+/// to device memory in one piece.
 template <class Storage, int Span>
 struct held_select : row_select<Storage, Span> {
   using base = row_select<Storage, Span>;
   using team = block_team<Span>;
   static constexpr int threads = Storage::threads;
-  /// Keys of one block, for whose counts 16 bits are enough.
-  static constexpr index_t most = threads * neighbour_bits::most * 4;
-  static_assert(most < 65536, "tessera: counts of a block's keys have 16 bits");
+  /// Keys of one block. Their counts fit into 16 bits.
+  static constexpr index_t max_keys = threads * neighbour_bits::max_quads * 4;
+  static_assert(max_keys < 65536, "tessera: counts of a block's keys have 16 bits");
 
-  /// Writes which `room` of the row's candidates are chosen; 0 < room < candidates. `part` is held whole, in `held`.
+  /// Chooses `room` of the row's candidates, 0 < room < candidates. `held` has all keys of `part`.
   __device__ static void run(Storage& s, const row_part<token_keys>& part, uint4* held, index_t room, index_t* out) {
     base::load(s, part);
     unsigned need = unsigned(room), prefix = 0, sharing = 0;
@@ -105,11 +107,11 @@ struct held_select : row_select<Storage, Span> {
       sharing = s.in_digit;
     };
     find(11);
-    const index_t own = neighbour_bits::each(part.quads(), threads), first = index_t(threadIdx.x) * own;
+    const index_t own = neighbour_bits::quads_per_thread(part.quads(), threads), first = index_t(threadIdx.x) * own;
     neighbour_bits bits(held, part.quads(), first, own, prefix);
     for (int shift = 10; sharing != need && shift >= 0; shift -= 10) {
       if constexpr (Span > 1) {
-        if (sharing <= unsigned(Span * most_listed) && finish(s, bits, prefix, shift ? 21 : 10, need, sharing)) break;
+        if (sharing <= unsigned(Span * max_listed) && finish(s, bits, prefix, shift ? 21 : 10, need, sharing)) break;
       }
       const auto digit = [&](unsigned key) { return key >> shift & (shift ? 2047u : 1023u); };
       bits.each_maybe([&](int, unsigned, unsigned key) { atomicAdd(&s.histogram[digit(key)], 1u); });
@@ -127,7 +129,7 @@ struct held_select : row_select<Storage, Span> {
                                 unsigned& sharing) {
     bits.each_maybe([&](int, unsigned, unsigned key) {
       const unsigned at = atomicAdd(&s.listed, 1u);
-      if (at < most_listed) s.list[at] = key;
+      if (at < max_listed) s.list[at] = key;
     });
     if (!base::template finish_listed<true>(s, prefix, known_shift, need)) return false;
     sharing = s.in_digit;
@@ -135,15 +137,15 @@ struct held_select : row_select<Storage, Span> {
     return true;
   }
 
-  /// The chosen, and the first `ties` of those that may be.
+  /// Writes the chosen keys, and the first `ties` of those that may be.
   __device__ static void write(Storage& s, const row_part<token_keys>& part, neighbour_bits& bits, index_t first,
                                unsigned ties, uint4* held, index_t* out) {
-    const unsigned counts = bits.counts(), before = s.scan.before(counts), all = s.scan.total();
+    const unsigned counts = bits.counts(), before = s.scan.exclusive_sum(counts), all = s.scan.total();
     const unsigned all_above = all & 0xffffu, all_equal = all >> 16;
     unsigned team_above = 0, team_equal = 0;
     if constexpr (Span > 1) {
       const int lane = int(threadIdx.x) % 32;
-      // Pushed, not pulled: behind the barrier nobody needs this block's shared memory, so it may leave.
+      // Pushed, not pulled: after the barrier nobody needs this block's shared memory, so it may end.
       if (threadIdx.x < Span) {
         team::store(s.team_above[team::rank()], lane, all_above);
         team::store(s.team_equal[team::rank()], lane, all_equal);
@@ -154,7 +156,7 @@ struct held_select : row_select<Storage, Span> {
       team_equal = warp_sum(earlier ? s.team_equal[lane] : 0u);
     }
     const unsigned taken = (min)(team_equal, ties),
-                   left = ties - taken;  // of the equal ones, by blocks before this one
+                   left = ties - taken;  // ties that earlier blocks leave
     const unsigned equal_before = (min)(before >> 16, left);
     auto* list = reinterpret_cast<index_t*>(held);
     bits.write(part.begin + first * 4, left - equal_before, list + (before & 0xffffu) + equal_before);

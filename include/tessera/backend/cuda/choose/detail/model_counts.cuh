@@ -15,30 +15,30 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Every row keeps what it has won.
-struct places_won {
-  static constexpr const char* name = "places_won";
+/// A budget that gives every row the slots that it has won.
+struct slots_won {
+  static constexpr const char* name = "slots_won";
   static constexpr bool compares_heads = true;
   index_t tokens = 0;
   TESSERA_HD index_t share_won(index_t won, index_t, index_t tail) const { return tail + won; }
   TESSERA_HD bool fits(const layer_extent&) const { return false; }
   void check() const {}
 };
-static_assert(check_budget<places_won>() && check_device_budget<places_won>());
+static_assert(check_budget<slots_won>() && check_device_budget<slots_won>());
 
 }  // namespace detail
 
-/// Nothing, for recipes whose layers choose apart.
+/// Does nothing, for recipes whose layers choose apart.
 template <class Recipe, bool OverModel = Recipe::retain_type::over_model>
 class model_counts {
  public:
   model_counts(const model_shape&, const cache_options&, const device_info&) {}
   void allot(index_t, const kv_store<typename Recipe::layout_type>&, const planned<Recipe>&, const layer_roles&,
              cudaStream_t) const {}
-  const index_t* of(index_t) const { return nullptr; }
+  const index_t* counts(index_t) const { return nullptr; }
 };
 
-/// The device's cpu::model_counts, of one sequence. Memory plans need its counts, so the host waits for them.
+/// The device's cpu::model_counts of one sequence. Memory is planned by its counts, so the host waits for them.
 /// Memory   layers * kv_heads * tokens scores, and the histograms of one budget over all heads of the model.
 template <class Recipe>
 class model_counts<Recipe, true> {
@@ -82,15 +82,16 @@ class model_counts<Recipe, true> {
     all.lengths = lengths_.data();
     all.length_strides = {taken, 1};
     all.tail = policy.scorer.protected_tail(policy.budget.tokens);
-    allot_.run(finish_.run(all, policy.scorer, finished_.data(), stream), detail::places_won{policy.budget.tokens}, 0,
-               1, counts_.data(), workspace_.data(), stream);
+    allot_.run(finish_.run(all, policy.scorer, finished_.data(), stream), detail::slots_won{policy.budget.tokens}, 0, 1,
+               counts_.data(), workspace_.data(), stream);
     check(cudaMemcpyAsync(host_.data(), counts_.data(), host_.size() * sizeof(index_t), cudaMemcpyDeviceToHost, stream),
           "cudaMemcpyAsync");
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   }
 
-  /// Of a layer that follows the recipe: on the device [kv_heads], and what that comes to.
-  const index_t* of(index_t layer) const { return counts_.data() + first_[std::size_t(layer)]; }
+  /// The counts of a layer that follows the recipe: [kv_heads], on the device.
+  const index_t* counts(index_t layer) const { return counts_.data() + first_[std::size_t(layer)]; }
+  /// The same counts as a bound, known to the host.
   kept_bound bound(index_t layer) const {
     kept_bound kept;
     const auto first = host_.begin() + first_[std::size_t(layer)];
@@ -110,7 +111,7 @@ class model_counts<Recipe, true> {
 
   index_t layers_, heads_;
   finish_scores<scorer> finish_;
-  cuda::allot<detail::places_won> allot_;
+  cuda::allot<detail::slots_won> allot_;
   device_buffer<index_t> lengths_;
   device_buffer<offset_t> begins_;
   device_buffer<index_t> counts_;

@@ -10,17 +10,17 @@ namespace cuda {
 namespace detail {
 
 inline constexpr int radix_bins = 2048;    // digits of 11, 11 and 10 bits
-inline constexpr int most_listed = 384;    // keys of one block that are worth listing instead of counting them again
+inline constexpr int max_listed = 384;     // up to so many keys of a block are listed instead of counted once more
 inline constexpr int loads_in_flight = 4;  // 16-byte loads of a thread in the first pass
 
 template <int Threads, int Blocks>
 struct select_storage {
   static constexpr int threads = Threads, warps = Threads / 32,
-                       few = 64;  // counting pairs of more costs more than another digit
+                       few = 64;  // counting pairs of more keys costs more than another digit
   alignas(16) unsigned histogram[radix_bins];
-  unsigned list[Blocks == 1 ? few : most_listed];  // keys that share the digits found so far, in any order
+  unsigned list[Blocks == 1 ? few : max_listed];  // keys that share the digits found so far, in any order
   unsigned listed, few_listed;
-  // Inclusive counts of this block's share of the bins, highest bin first; later the last few keys.
+  // Inclusive counts of this block's share of the bins, highest bin first. Later the last few keys.
   unsigned slice[Blocks == 1 ? few : radix_bins / Blocks];
   unsigned slice_total[Blocks];
   block_scan<Threads, unsigned> scan;
@@ -84,7 +84,7 @@ struct row_select : row_compact<Storage, Span> {
       for (index_t q = whole + index_t(threadIdx.x); q < quads; q += threads)
         take(q, part.keys.quad(part.begin + q * 4));
     } else {
-      // A thread per block, not per four: there are few.
+      // A thread per block of tokens, not per four: there are few.
       for (index_t i = threadIdx.x; i < quads * 4; i += threads) {
         const unsigned key = part.keys.key(part.begin + i);
         if (i < part.cached) reinterpret_cast<unsigned*>(cache)[i] = key;
@@ -93,7 +93,7 @@ struct row_select : row_compact<Storage, Span> {
     }
   }
 
-  /// Finds the digit in which the `need`-th largest key lies, from the histograms of the whole team, which are cleared.
+  /// Finds the digit of the `need`-th largest key from the histograms of the whole team, and clears them.
   __device__ static void find_digit(storage& s, unsigned need) {
     constexpr int share = radix_bins / Span, each = share > threads ? share / threads : 1;
     const int thread = threadIdx.x, lane = thread % 32;
@@ -121,7 +121,7 @@ struct row_select : row_compact<Storage, Span> {
     }
 #pragma unroll
     for (int j = 0; j < each; ++j) sum += mine[j];
-    unsigned before = s.scan.before(sum);
+    unsigned before = s.scan.exclusive_sum(sum);
     if constexpr (Span == 1) {
 #pragma unroll
       for (int j = 0; j < each; ++j) {
@@ -175,15 +175,15 @@ struct row_select : row_compact<Storage, Span> {
       at = __shfl_sync(~0u, at, 31) + to_lane - __popc(mask);
       for (; mask; mask &= mask - 1, ++at) {
         const int bit = __ffs(int(mask)) - 1;
-        if (at < most_listed) s.list[at] = part.key((first + bit / 4 * 32) * 4 + bit % 4);
+        if (at < max_listed) s.list[at] = part.key((first + bit / 4 * 32) * 4 + bit % 4);
       }
     }
     return finish_listed<Exact>(s, prefix, known_shift, need);
   }
 
-  /// Hands round the keys that every block has listed, those that begin with `prefix`, and finishes the search among
-  /// them in every block by itself, which saves the barriers and counts of the remaining digits: `prefix` becomes the
-  /// cut and `need` its ties. False, alike in every block, if some block has too many; then neither changes.
+  /// Exchanges the keys that every block has listed, those that begin with `prefix`, and finishes the search among them
+  /// in every block by itself. That saves the barriers and counts of the remaining digits. `prefix` becomes the cut and
+  /// `need` its ties. Returns false in every block if some block has too many keys; then neither changes.
   template <bool Exact>
   __device__ static bool finish_listed(storage& s, unsigned& prefix, int known_shift, unsigned& need) {
     team::sync();
@@ -198,14 +198,14 @@ struct row_select : row_compact<Storage, Span> {
 #pragma unroll
       for (int block = 0; block < Span; ++block) counts[block] = team::load(s.listed, block);
 #pragma unroll
-      for (int block = 0; block < Span; ++block) fits &= counts[block] <= most_listed;
+      for (int block = 0; block < Span; ++block) fits &= counts[block] <= max_listed;
       if (!fits) return false;
-      static_assert(most_listed <= threads, "tessera: a thread takes one key of every block");
+      static_assert(max_listed <= threads, "tessera: a thread takes one key of every block");
       unsigned mine[Span];
 #pragma unroll
       for (int block = 0; block < Span; ++block) {
-        mine[block] = threadIdx.x < counts[block] ? team::load(s.list[threadIdx.x % most_listed], block)
-                                                  : 0u;  // 0 begins like no key
+        mine[block] = threadIdx.x < counts[block] ? team::load(s.list[threadIdx.x % max_listed], block)
+                                                  : 0u;  // no key begins like 0
       }
       using alone = row_select<Storage, 1>;
       for (int shift = known_shift == 21 ? 10 : 0;; shift = 0) {
@@ -248,7 +248,7 @@ struct row_select : row_compact<Storage, Span> {
         above += keys[i] > key;
         equal += keys[i] == key;
       }
-      if (above < need && need <= above + equal) {  // equal keys write the same
+      if (above < need && need <= above + equal) {  // equal keys write the same value
         s.digit = key;
         s.above = above;
         s.in_digit = equal;
@@ -258,7 +258,7 @@ struct row_select : row_compact<Storage, Span> {
   }
 
   /// The cut that leaves `want` keys, 0 < want < keys of the team. The histogram holds the leading digits if `counted`.
-  /// With `Exact` the key is the want-th largest one itself; without, any key below it that no other lies between.
+  /// With `Exact` the cut is the want-th largest key itself. Without, it is any key below it with no other between.
   template <bool Exact, class Keys>
   __device__ static cut threshold(storage& s, const row_part<Keys>& part, index_t want, bool counted) {
     unsigned prefix = 0, need = unsigned(want), equal = 0;
@@ -278,7 +278,7 @@ struct row_select : row_compact<Storage, Span> {
       equal = s.in_digit;
       // Every key of this digit is chosen: the lower digits do not matter.
       if (!Exact && pass < 2 && equal == need) return {(prefix << shift) - 1u, 0, 0};
-      if (pass < 2 && equal <= unsigned(Span == 1 ? storage::few : Span * most_listed)) {
+      if (pass < 2 && equal <= unsigned(Span == 1 ? storage::few : Span * max_listed)) {
         if constexpr (Span == 1) {
           if (threadIdx.x == 0) s.listed = 0;
           __syncthreads();

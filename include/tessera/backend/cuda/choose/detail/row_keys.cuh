@@ -1,5 +1,5 @@
-// What a selection ranks: the ordered keys of a row's tokens or blocks, split over the thread blocks of a cluster; and
-// the chosen ones in the order of the row.
+// The ordered keys of a row's tokens or blocks, which a selection ranks, split over the thread blocks of a cluster; and
+// the chosen keys in the order of the row.
 #pragma once
 
 #include "../../../../core/types.hpp"
@@ -14,7 +14,7 @@ namespace detail {
 
 inline constexpr int quads_each = 8;  // of one thread and tile: a bit for each of its 32 keys fills a register
 
-/// The score of an ordered key, but for NaN and -0.
+/// The score of an ordered key, except NaN and -0.
 __device__ inline float score_of(unsigned key) { return bits_as<float>(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
 /// Candidate tokens of one row as ordered keys, 0 (below every key) beyond the end.
@@ -94,23 +94,24 @@ struct row_part {
   }
 };
 
-/// How many quads of a tile a thread takes, so that all warps have work: a warp's quads lie together.
+/// How many quads of a tile a thread has, so that all warps have work. A warp's quads lie together.
 template <int Threads>
 __device__ int rounds_for(index_t quads) {
   return int((min)(index_t(quads_each), (quads + Threads - 1) / Threads));
 }
 
-/// A bit for each of four keys that `holds`.
+/// Four bits: whether `holds` is true of each of four keys.
 template <class Holds>
 __device__ inline unsigned four(const uint4& k, const Holds& holds) {
   return unsigned(holds(k.x)) | unsigned(holds(k.y)) << 1 | unsigned(holds(k.z)) << 2 | unsigned(holds(k.w)) << 3;
 }
 
-/// Ranks of a thread's 4 * Rounds bits in the order quad round, lane, bit: a byte a round, before this lane and all.
+/// Ranks of a thread's 4 * Rounds bits in the order quad round, lane, bit. A byte a round: counts of earlier lanes, and
+/// of all.
 template <int Rounds = quads_each>
 struct round_counts {
   static constexpr int halves = (Rounds + 3) / 4;
-  unsigned before[halves], total[halves];
+  unsigned earlier[halves], total[halves];
   __device__ round_counts(unsigned mask, int lane) {
 #pragma unroll
     for (int half = 0; half < halves; ++half) {
@@ -119,13 +120,13 @@ struct round_counts {
       counts = (counts & 0x3333u) + (counts >> 2 & 0x3333u);
       counts = (counts & 0xfu) | (counts & 0xf0u) << 4 | (counts & 0xf00u) << 8 | (counts & 0xf000u) << 12;
       const unsigned to_lane = inclusive_sum(counts, lane);  // a byte reaches 128 at most
-      before[half] = to_lane - counts;
+      earlier[half] = to_lane - counts;
       total[half] = __shfl_sync(~0u, to_lane, 31);
     }
   }
   // `round` may be known only at run time: registers have no index.
   __device__ unsigned before_in(int round) const {
-    return (round < 4 ? before[0] : before[halves - 1]) >> (round % 4 * 8) & 0xffu;
+    return (round < 4 ? earlier[0] : earlier[halves - 1]) >> (round % 4 * 8) & 0xffu;
   }
   __device__ unsigned total_in(int round) const {
     return (round < 4 ? total[0] : total[halves - 1]) >> (round % 4 * 8) & 0xffu;
@@ -140,7 +141,7 @@ struct round_counts {
 
 // The chosen keys of a row in the order of the row, by one thread block or by a cluster of them.
 
-/// The key that separates: everything above it is chosen, and the first `ties` of the `equal` ones.
+/// The cut: keys above `key` are chosen, and the first `ties` of the `equal` ones.
 struct cut {
   unsigned key;
   index_t ties, equal;
@@ -152,7 +153,7 @@ struct row_compact {
   using team = block_team<Span>;
   static constexpr int threads = storage::threads, warps = storage::warps;
 
-  /// Counts of the warps before this one, and of the whole block.
+  /// Counts of earlier warps, and of the whole block.
   struct warp_offsets {
     unsigned above, equal, all_above, all_equal;
   };
@@ -193,7 +194,7 @@ struct row_compact {
     warp_offsets warp_at = offsets(s, above, equal);
     unsigned team_above = 0, team_equal = 0;
     if constexpr (Span > 1) {
-      // Pushed, not pulled: behind the barrier nobody needs this block's shared memory, so it may leave.
+      // Pushed, not pulled: after the barrier nobody needs this block's shared memory, so it may end.
       if (warp == 0 && lane < Span) {
         team::store(s.team_above[team::rank()], lane, warp_at.all_above);
         team::store(s.team_equal[team::rank()], lane, warp_at.all_equal);

@@ -1,5 +1,5 @@
-// Selection in a row by one thread block that holds its keys: a short row's in registers, of a long row those that may
-// still be chosen.
+// Selection in a row by one thread block. It holds all keys of a short row in registers, and of a long row the keys
+// that may still be chosen.
 #pragma once
 
 #include "radix_select.cuh"
@@ -9,7 +9,7 @@ namespace cuda {
 namespace detail {
 
 inline constexpr int register_threads = 512;
-inline constexpr int register_keys = 16;  // of a thread: neighbours, so that one scan ranks them all
+inline constexpr int register_keys = 16;  // of a thread; they are neighbours, so that one scan ranks all of them
 
 /// A row of at most register_threads * register_keys candidates, 16 neighbours a thread. `room` of them are chosen,
 /// 0 < room < candidates. Counts the three digits, each among the keys that share the ones before.
@@ -55,7 +55,7 @@ __device__ void register_row(Storage& s, const token_keys& keys, index_t room, i
   }
   if (!ties) equal = 0;
   const unsigned counts = __popc(chosen ^ equal) | __popc(equal) << 16;  // 8,192 at most
-  const unsigned before = s.scan.before(counts);
+  const unsigned before = s.scan.exclusive_sum(counts);
   const unsigned equal_before = before >> 16;
   index_t to = index_t((before & 0xffffu) + (ties ? (min)(equal_before, need) : 0u));
   for (unsigned left = need > equal_before ? need - equal_before : 0u; equal; equal &= equal - 1) {
@@ -67,12 +67,12 @@ __device__ void register_row(Storage& s, const token_keys& keys, index_t room, i
   for (; chosen; chosen &= chosen - 1) out[to++] = first + __ffs(int(chosen)) - 1;
 }
 
-// Selection in a long row by one thread block that reads it once and holds what may still be chosen.
+// Selection in a long row by one thread block that reads it once and holds the keys that may still be chosen.
 
 inline constexpr int stream_threads = 512;
 
-/// A key that probably more than `room` and fewer than `most` candidates reach: the key of that rank, between the two,
-/// among 8,192 candidates spread over the row. Any answer is right; a poor one costs further reads of the row.
+/// Guesses a key that more than `room` and fewer than `most` candidates reach: the key of a rank between the two among
+/// 8,192 candidates spread over the row. Any guess gives the right result; a poor one costs further reads of the row.
 template <class Storage>
 __device__ unsigned guess_lowest(Storage& s, const token_keys& keys, index_t candidates, index_t room, index_t most) {
   using select = row_select<Storage, 1>;
@@ -82,7 +82,7 @@ __device__ unsigned guess_lowest(Storage& s, const token_keys& keys, index_t can
 #pragma unroll
   for (int i = 0; i < each; ++i) {
     const index_t nth = (i * stream_threads + index_t(threadIdx.x)) / run;
-    // Shifted, lest the runs beat with a period of the row.
+    // Shifted, so that the runs do not beat with a period of the row.
     const index_t begin = (nth * apart + nth * 5 % shifts * run) / run * run;
     sample[i] = keys.quad((begin + index_t(threadIdx.x) % run) * 4);
   }
@@ -98,8 +98,8 @@ __device__ unsigned guess_lowest(Storage& s, const token_keys& keys, index_t can
   return (prefix << 11 | s.digit) << 10;
 }
 
-/// Keeps the candidates of at least `bound` in the order of the row: keys in `kept`, slots in `slots`. Returns how many
-/// there are; stops with more than `most` when they do not fit.
+/// Collects the candidates of at least `bound` in the order of the row: keys in `kept`, slots in `slots`. Returns their
+/// number; stops with more than `most` when they do not fit.
 template <class Storage>
 __device__ index_t keep_from(Storage& s, const token_keys& keys, float bound, unsigned* kept, index_t* slots,
                              index_t most) {
@@ -165,7 +165,7 @@ __device__ index_t keep_from(Storage& s, const token_keys& keys, float bound, un
   return listed;
 }
 
-/// A row read once by one thread block: what reaches a guessed key stays in shared memory, where the search ends.
+/// One thread block reads a row once. Keys that reach a guessed one stay in shared memory, where the search ends.
 /// `room` candidates are chosen, 0 < room < candidates.
 /// For many long rows: no barrier between blocks, and a row need not fit. Where the guess fails (many equal scores at
 /// the cut), the row is read up to six times more.

@@ -1,4 +1,5 @@
-// Segments of the text among a row's candidates, on the GPU: raising their scores, choosing in each. A warp a segment.
+// Segments of the text among a row's candidates, on the GPU: raising their scores, and choosing in each. A warp a
+// segment.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +27,7 @@ namespace detail {
 
 inline constexpr int segment_warps = 4, segment_threads = segment_warps * 32;
 
-/// The first slot of the segment that `slot` lies in, and the slot behind its last one; `n` candidates. Whole warps.
+/// The first slot of the segment of `slot`, and the slot behind its last one; `n` candidates. Whole warps call it.
 __device__ inline index_t segment_begin(const index_t* segments, index_t slot, int lane) {
   const index_t own = segments[slot];
   for (;;) {
@@ -46,7 +47,7 @@ __device__ inline index_t segment_end(const index_t* segments, index_t slot, ind
   }
 }
 
-/// What a scorer makes of one segment, on every lane.
+/// A scorer's description of one segment, on every lane.
 template <class Scorer>
 __device__ segment_statistics describe(const Scorer& scorer, const float* scores, index_t n, int lane) {
   if constexpr (requires { scorer.describe_segment(warp_team{}, scores, n); }) {
@@ -58,20 +59,20 @@ __device__ segment_statistics describe(const Scorer& scorer, const float* scores
   }
 }
 
-/// A warp takes the segments that begin in its 32 slots: no list of them is made. Without `Writes` it finds the largest
-/// importance of a row, as bits that are 0 at first; with it, every segment is described again and its scores are
-/// raised.
+/// A warp processes the segments that begin in its 32 slots, so there is no list of them. Without `Writes` it finds the
+/// largest importance of a row, as bits that are 0 at first. With `Writes` it describes every segment once more and
+/// raises its scores.
 template <class Scorer, bool Writes>
 __global__ void __launch_bounds__(segment_threads)
     rescore_segments_entry(const __grid_constant__ score_rows in, const __grid_constant__ segment_rows beside,
-                           const __grid_constant__ finished_rows out, Scorer scorer, unsigned* most) {
+                           const __grid_constant__ finished_rows out, Scorer scorer, unsigned* largest_of_row) {
   const index_t row = blockIdx.y;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const index_t candidates = (min)(in.candidates(row / in.kv_heads, row % in.kv_heads), out.capacity);
   const index_t* segments = beside.row(row);
   const float* from = in.scores + in.begin(row);
   float* to = out.row(row);
-  const float largest = Writes ? bits_as<float>(most[row]) : 0.0f;
+  const float largest = Writes ? bits_as<float>(largest_of_row[row]) : 0.0f;
   float found = 0;
   for (index_t tile = (index_t(blockIdx.x) * segment_warps + warp) * 32; tile < candidates;
        tile += index_t(gridDim.x) * segment_threads) {
@@ -91,19 +92,20 @@ __global__ void __launch_bounds__(segment_threads)
     }
   }
   // Bits of numbers that are not negative are in their order.
-  if (!Writes && lane == 0 && found > 0) atomicMax(most + row, bits_as<unsigned>(found));
+  if (!Writes && lane == 0 && found > 0) atomicMax(largest_of_row + row, bits_as<unsigned>(found));
 }
 
-/// A warp of the block chooses in one segment; what stands in shared memory is the warp's own.
+/// A warp of the block chooses in one segment. Each warp has memory of its own.
 struct segment_memory {
   float scores[max_segment_tokens];
-  index_t places[max_segment_tokens];
+  index_t slots[max_segment_tokens];
   double sums[max_segment_tokens / 2];
 };
 
-/// The best tokens of every row stand in `out`; a warp a token: the first of a segment's chooses anew in that segment,
-/// as many as it has, where they stand. Nothing else of a row moves: each segment's slots lie side by side in it, and
-/// while one warp writes there, the others read no more of it than which segment it is.
+/// `out` has the best tokens of every row. A warp looks at one of them. If that token is the first of its segment, the
+/// warp chooses anew in that segment, as many tokens as it has, and overwrites them. Nothing else of a row moves: each
+/// segment's slots lie side by side in it, and while one warp writes there, other warps only read which segment they
+/// belong to.
 template <class Selector>
 __global__ void __launch_bounds__(segment_threads)
     choose_in_segments_entry(const __grid_constant__ select_problem p, const __grid_constant__ segment_rows beside,
@@ -117,7 +119,7 @@ __global__ void __launch_bounds__(segment_threads)
   if (room == candidates) return;  // all of them
   const index_t* segments = beside.row(row) + p.skipped(row);
   const float* scores = p.score_row(row);
-  // Other warps write to what is read here: past the cache, and never what the compiler has read before.
+  // Other warps write to what is read here: read past the cache, and never reuse an earlier read.
   volatile index_t* best = p.out_row(row);
   for (index_t c = index_t(blockIdx.x) * segment_warps + warp; c < room; c += index_t(gridDim.x) * segment_warps) {
     const index_t slot = best[c], segment = segments[slot];
@@ -129,18 +131,16 @@ __global__ void __launch_bounds__(segment_threads)
       const index_t next = c + won + lane;
       same = __ballot_sync(~0u, next < room && best[next] < end);
     }
-    if (won >= length) continue;  // whole: its slots stand there already
+    if (won >= length) continue;  // whole: its slots are there already
     for (index_t i = lane; i < length; i += 32) own.scores[i] = scores[first + i];
     __syncwarp();
-    if constexpr (requires {
-                    selector.choose_in_segment(warp_team{}, own.scores, length, won, own.places, own.sums);
-                  }) {
-      selector.choose_in_segment(warp_team{}, own.scores, length, won, own.places, own.sums);
+    if constexpr (requires { selector.choose_in_segment(warp_team{}, own.scores, length, won, own.slots, own.sums); }) {
+      selector.choose_in_segment(warp_team{}, own.scores, length, won, own.slots, own.sums);
     } else {
-      if (lane == 0) selector.choose_in_segment(own.scores, length, won, own.places);
+      if (lane == 0) selector.choose_in_segment(own.scores, length, won, own.slots);
     }
     __syncwarp();
-    for (index_t i = lane; i < won; i += 32) best[c + i] = first + own.places[i];
+    for (index_t i = lane; i < won; i += 32) best[c + i] = first + own.slots[i];
     __syncwarp();
   }
 }
@@ -148,23 +148,24 @@ __global__ void __launch_bounds__(segment_threads)
 }  // namespace detail
 
 /// The last pass of a scorer that sees segments: cpu::rescore_segments to rounding; sums of statistics are in double.
-/// Shapes   out [rows, capacity], or the rows of `in`; most [rows], scratch.   Cost  two reads of scores and segments.
+/// Shapes   out [rows, capacity], or the rows of `in`; largest_of_row [rows], scratch.   Cost  two reads of scores and
+/// segments.
 template <segment_scorer Scorer>
 void rescore_segments(const score_rows& in, const segment_rows& segments, const Scorer& scorer, index_t capacity,
-                      float* out, unsigned* most, cudaStream_t stream) {
+                      float* out, unsigned* largest_of_row, cudaStream_t stream) {
   const unsigned rows = unsigned(in.sequences * in.kv_heads);
   const dim3 grid{unsigned(std::clamp(ceil_div(capacity, detail::segment_threads), 1, 1024)), rows};
   const detail::finished_rows to{out, capacity};
-  check(cudaMemsetAsync(most, 0, rows * sizeof(unsigned), stream), "cudaMemsetAsync");
+  check(cudaMemsetAsync(largest_of_row, 0, rows * sizeof(unsigned), stream), "cudaMemsetAsync");
   detail::rescore_segments_entry<Scorer, false>
-      <<<grid, detail::segment_threads, 0, stream>>>(in, segments, to, scorer, most);
+      <<<grid, detail::segment_threads, 0, stream>>>(in, segments, to, scorer, largest_of_row);
   detail::rescore_segments_entry<Scorer, true>
-      <<<grid, detail::segment_threads, 0, stream>>>(in, segments, to, scorer, most);
+      <<<grid, detail::segment_threads, 0, stream>>>(in, segments, to, scorer, largest_of_row);
   check(cudaGetLastError(), "launch of rescore_segments");
 }
 
-/// `select_slots` for selectors that see segments: cpu::choose_in_segments. The best tokens say how many slots each
-/// segment gets, the selector which.   Cost  that of top_tokens, and a warp for every token that is kept.
+/// `select_slots` for selectors that see segments: cpu::choose_in_segments. The best tokens decide how many slots each
+/// segment gets, the selector decides which.   Cost  that of top_tokens, and a warp for every token that is kept.
 template <segment_selector Selector>
 class select_in_segments {
  public:

@@ -41,18 +41,18 @@ struct line_tables {
 
 namespace detail {
 
-/// Numbers of the host as a launch's argument.
+/// Numbers of the host as an argument of a launch.
 struct few_numbers {
-  static constexpr index_t most = 512;
-  index_t of[most];
+  static constexpr index_t capacity = 512;
+  index_t numbers[capacity];
 };
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
-    set_numbers_entry(const __grid_constant__ few_numbers numbers, index_t count, index_t* to) {
-  for (index_t i = index_t(threadIdx.x); i < count; i += Threads) to[i] = numbers.of[i];
+    set_numbers_entry(const __grid_constant__ few_numbers some, index_t count, index_t* to) {
+  for (index_t i = index_t(threadIdx.x); i < count; i += Threads) to[i] = some.numbers[i];
 }
 
-/// Which lines are taken whatever their weight, by query head.
+/// Marks the lines that are chosen whatever their weight, by query head.
 template <class Pattern, int Threads>
 __global__ void __launch_bounds__(Threads)
     fixed_lines_entry(const __grid_constant__ Pattern pattern, const __grid_constant__ line_sample seen) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ std::uint32_t bits_of_flags(const std::uint8_t* flags
   return bits;
 }
 
-/// Flags of a query head become its tables; `entries`: how many entries its lines have.
+/// Writes a query head's tables from its flags. `entries`: how many entries its lines have.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     write_lines_entry(const __grid_constant__ line_sample seen, index_t words, std::uint32_t* slash,
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(Threads)
       add(across, [&](index_t at) { return lines.slash_length(at); });
       add(down, [&](index_t at) { return lines.vertical_length(at); });
     }
-    index_t to = listed + scan.before(word < words ? index_t(__popc(down)) : 0);
+    index_t to = listed + scan.exclusive_sum(word < words ? index_t(__popc(down)) : 0);
     if (word < words) {
       slash[words - 1 - word] = __brev(across);  // distances fall as bits rise
       vertical[word] = down;
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(Threads)
   if (threadIdx.x == 0) counts[q_head] = listed, entries[q_head] = total;
 }
 
-/// Query heads, those with most entries first.
+/// Sorts query heads by the number of their entries, largest first.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     order_heads_entry(const unsigned long long* entries, index_t q_heads, index_t* order) {
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// What choosing reads; every pointer is a device pointer.
+/// The input of a choice. Every pointer is a device pointer.
 template <class View>
 struct choose_lines_problem {
   using T = typename View::element_type;
@@ -161,7 +161,7 @@ struct choose_lines_problem {
   logit_rule rule;
 };
 
-/// Chooses the lines of a prompt chunk for every query head by a line pattern, and keeps them.
+/// Chooses the lines of a prompt chunk for every query head by a line pattern, and holds their tables.
 ///
 /// The attention of the sampled rows is computed for as many kv_heads at a time as the workspace holds; then a cluster
 /// of blocks chooses for each query head.
@@ -170,25 +170,25 @@ struct choose_lines_problem {
 ///          and where lines are looked at.
 /// Memory   for each query head and position: 16 bytes of tables, flags and lists in this object, and 4.2 * rows + 32
 ///          bytes of workspace for heads that are looked at together.
-/// Same input, same bits: sums are taken in whole numbers, and no choice hangs on the order of threads.
-/// Paper    the greedy is the host's (math/line_cover.hpp), in batches; where a pattern wants it as published, line
-///          after line.
+/// Same input, same bits: sums are whole numbers, and no choice depends on the order of threads.
+/// Paper    the host's greedy method (math/line_cover.hpp), in batches; where a pattern wants it as published, one line
+///          after another.
 template <device_line_pattern Pattern, class View>
 class choose_lines {
   using T = typename View::element_type;
   using logits = detail::line_logits<View>;
   static constexpr bool asks_attention = covering_pattern<Pattern> || counted_pattern<Pattern>;
-  static constexpr int threads = 1024, most_cluster = 4;
+  static constexpr int threads = 1024, max_cluster = 4;
 
  public:
-  /// `positions`: no position and no slot reaches it. `most_rows`: of a sample. `bytes`: what the workspace may come
-  /// to, unless one kv_head needs more.
-  choose_lines(index_t kv_heads, index_t q_heads, index_t positions, index_t most_rows, const device_info& device,
+  /// `positions`: above every position and slot. `max_rows`: of a sample. `bytes`: the workspace's limit, unless one
+  /// kv_head needs more.
+  choose_lines(index_t kv_heads, index_t q_heads, index_t positions, index_t max_rows, const device_info& device,
                std::size_t bytes = std::size_t(1) << 30)
-      : kv_heads_(kv_heads), q_heads_(q_heads), words_((std::max)(1, ceil_div(positions, 32))), most_rows_(most_rows) {
+      : kv_heads_(kv_heads), q_heads_(q_heads), words_((std::max)(1, ceil_div(positions, 32))), max_rows_(max_rows) {
     require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
             "pass the model's head counts");
-    require(positions >= 0 && positions < (1 << 29) && most_rows >= 0, "positions", positions, "0 to 2^29",
+    require(positions >= 0 && positions < (1 << 29) && max_rows >= 0, "positions", positions, "0 to 2^29",
             "pass how long a conversation becomes");
     at_once_ =
         index_t(std::clamp<std::size_t>(bytes / (std::max<std::size_t>)(1, bytes_of(1)), 1, std::size_t(kv_heads)));
@@ -199,7 +199,7 @@ class choose_lines {
     numbers_ = device_buffer<index_t>(2 * heads);
     entries_ = device_buffer<unsigned long long>(heads);
     flags_ = device_buffer<std::uint8_t>(2 * heads * all);
-    rows_ = device_buffer<index_t>(std::size_t((std::max)(1, most_rows)));
+    rows_ = device_buffer<index_t>(std::size_t((std::max)(1, max_rows)));
     if constexpr (asks_attention) {
       clusters_ = may_cluster(device);
       logits_entry_ = detail::line_logits_entry<View>;
@@ -215,8 +215,8 @@ class choose_lines {
                     flags_.bytes() + rows_.bytes());
   }
 
-  /// Enqueues the choice; the tables hold until the next call. `sampled`: positions of the rows that `pattern` samples,
-  /// on the host, ascending.
+  /// Enqueues the choice. The tables are valid until the next call. `sampled`: positions of the rows that `pattern`
+  /// samples, on the host, ascending.
   line_tables run(const Pattern& pattern, const choose_lines_problem<View>& problem,
                   const host_vector<index_t>& sampled, void* workspace, cudaStream_t stream) const {
     check_problem(problem, sampled, workspace);
@@ -246,7 +246,7 @@ class choose_lines {
     if constexpr (asks_attention) {
       if (seen.row_count > 0 && looks(pattern)) {
         set_rows(sampled, stream);
-        const std::size_t rows_of_all = heads * std::size_t(most_rows_);
+        const std::size_t rows_of_all = heads * std::size_t(max_rows_);
         seen.logits = reinterpret_cast<float*>(take(rows_of_all * all * sizeof(float)));
         seen.parts = reinterpret_cast<float2*>(take(rows_of_all * parts_of_row() * sizeof(float2)));
         seen.verticals = reinterpret_cast<float*>(take(heads * all * sizeof(float)));
@@ -295,7 +295,7 @@ class choose_lines {
     const std::size_t tables =
         array_bytes<index_t>(std::size_t(kv_heads_) * all) + array_bytes<index_t>(std::size_t(kv_heads_) * (all + 1));
     if (!asks_attention) return tables;
-    const std::size_t rows = heads * std::size_t(most_rows_);
+    const std::size_t rows = heads * std::size_t(max_rows_);
     return tables + array_bytes<float>(rows * all) + array_bytes<float2>(rows * parts_of_row()) +
            2 * array_bytes<float>(heads * all) + array_bytes<float2>(rows) + array_bytes<detail::line_counters>(heads) +
            array_bytes<index_t>(heads * 6 * all);
@@ -303,20 +303,20 @@ class choose_lines {
 
   static bool may_cluster(const device_info& device) {
     return device.compute_capability >= 90 &&
-           can_overlap(detail::choose_lines_entry<Pattern, most_cluster, threads>);  // compiled for sm_90 or newer
+           can_overlap(detail::choose_lines_entry<Pattern, max_cluster, threads>);  // compiled for sm_90 or newer
   }
 
   void set_rows(const host_vector<index_t>& sampled, cudaStream_t stream) const {
-    for (std::size_t done = 0; done < sampled.size(); done += detail::few_numbers::most) {
+    for (std::size_t done = 0; done < sampled.size(); done += detail::few_numbers::capacity) {
       detail::few_numbers some{};
-      const index_t count = index_t((std::min<std::size_t>)(detail::few_numbers::most, sampled.size() - done));
-      std::copy_n(sampled.data() + done, count, some.of);
+      const index_t count = index_t((std::min<std::size_t>)(detail::few_numbers::capacity, sampled.size() - done));
+      std::copy_n(sampled.data() + done, count, some.numbers);
       detail::set_numbers_entry<128><<<1, 128, 0, stream>>>(some, count, rows_.data() + done);
       check(cudaGetLastError(), "launch of set_numbers");
     }
   }
 
-  /// The sampled rows' attention, and what every line carries of it.
+  /// Computes the sampled rows' attention, and the weight of every line in it.
   void look(const choose_lines_problem<View>& problem, const detail::line_sample& seen, index_t kv_head, index_t heads,
             cudaStream_t stream) const {
     const dim3 tiles(unsigned(ceil_div(positions(), logits::tile)), unsigned(heads / group()),
@@ -350,7 +350,7 @@ class choose_lines {
       launch(entry, shape, stream, "launch of choose_lines", pattern, seen, counters, lists);
     };
     if (clusters_)
-      with(detail::choose_lines_entry<Pattern, most_cluster, threads>, most_cluster);
+      with(detail::choose_lines_entry<Pattern, max_cluster, threads>, max_cluster);
     else
       with(detail::choose_lines_entry<Pattern, 1, threads>, 1);
   }
@@ -365,8 +365,8 @@ class choose_lines {
             "pass the queries of the whole chunk");
     require(p.first >= 0 && p.first <= positions() - p.q.tokens, "position behind the chunk",
             offset_t(p.first) + p.q.tokens, "at most " + std::to_string(positions()), "make the operation for more");
-    require(sampled.size() <= std::size_t(most_rows_), "sampled rows", sampled.size(),
-            "at most " + std::to_string(most_rows_), "make the operation for more");
+    require(sampled.size() <= std::size_t(max_rows_), "sampled rows", sampled.size(),
+            "at most " + std::to_string(max_rows_), "make the operation for more");
     for (std::size_t i = 0; i < sampled.size(); ++i) {
       require(sampled[i] >= (i == 0 ? p.first : sampled[i - 1] + 1) && sampled[i] < p.first + p.q.tokens, "sampled row",
               sampled[i], "ascending positions of the chunk", "sample rows of the chunk");
@@ -378,7 +378,7 @@ class choose_lines {
     require_rows_on_16_bytes("q", p.q);
   }
 
-  index_t kv_heads_, q_heads_, words_, most_rows_, at_once_ = 1;
+  index_t kv_heads_, q_heads_, words_, max_rows_, at_once_ = 1;
   bool clusters_ = false;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*logits_entry_)(View, rows_view<const T>, logit_rule, detail::line_sample, index_t) = nullptr;

@@ -22,7 +22,7 @@ struct newest_rows {
 
 namespace detail {
 
-/// Rows of one layer by id, [sequences, rows, heads, dim]: the query at position p lies in row p % rows.
+/// Rows of one layer by id, [sequences, rows, heads, dim]. The query at position p lies in row p % rows.
 template <class T>
 struct query_rings {
   T* data;
@@ -36,11 +36,11 @@ struct query_rings {
   }
 };
 
-/// x: a token from `skip` on, y: a query head, z: a sequence.
+/// blockIdx: x a token from `skip` on, y a query head, z a sequence.
 ///
-/// In steps it waits behind its work: queries, positions and whoever reads the ring are older than the launch before
-/// this one, which is attention and has waited for them before it let this one begin (9.7 us a step of LoopServe in
-/// place of 10.7; H100, CUDA 13.0). Of a prompt, the launch before writes the position.
+/// In steps it waits after its work. Queries, positions and readers of the ring are older than the previous launch.
+/// That launch is attention, and it waited for them before it let this one begin (9.7 us a step of LoopServe instead of
+/// 10.7; H100, CUDA 13.0). In a prompt the previous launch writes the position, so this one waits first.
 template <class T, int Threads>
 __global__ void __launch_bounds__(Threads)
     remember_newest_entry(rows_view<const T> q, index_t skip, const index_t* first, query_rings<T> to) {
@@ -51,10 +51,10 @@ __global__ void __launch_bounds__(Threads)
   const T* from = q.row(sequence, token, head);
   T* row = to.row(sequence, first[sequence] + token, head);
   for (int d = threadIdx.x; d < to.dim; d += Threads) row[d] = from[d];
-  if (of_step) wait_for_earlier();  // so that whoever waits for this launch has waited for the ones before it
+  if (of_step) wait_for_earlier();  // so that a launch that waits for this one has waited for the earlier ones too
 }
 
-/// x: a row of the window, y: a query head, z: a sequence, whose next token will be at `next`.
+/// blockIdx: x a row of the window, y a query head, z a sequence, whose next token will be at `next`.
 template <class T, int Threads>
 __global__ void __launch_bounds__(Threads) gather_newest_entry(query_rings<T> from, const index_t* next, index_t window,
                                                                T* to, index_t* valid, index_t* first) {
@@ -73,9 +73,9 @@ __global__ void __launch_bounds__(Threads) gather_newest_entry(query_rings<T> fr
 
 }  // namespace detail
 
-/// Remembers the last `window` queries of every (layer, sequence) by their positions, so that neither the host nor a
+/// Stores the last `window` queries of every (layer, sequence) by their positions, so that neither the host nor a
 /// recorded step counts them: a conversation's window at position n is its last min(window, n) queries. A ring has room
-/// for the longest step beside the window: a step that comes to nothing has not lost the rows before it.
+/// for the longest step beside the window, so a step that is abandoned has not overwritten earlier rows of the window.
 /// Memory   (layers * sequences * (window + step) + batch * window) * q_heads * k_dim elements.
 template <class T>
 class query_ring {
@@ -92,18 +92,18 @@ class query_ring {
         valid_(std::size_t(batch)),
         first_(std::size_t(batch)) {}
 
-  /// The last queries of rows whose first one is at first[sequence]. `ids`: of the batch, on the device; null: the
-  /// owner alone.
+  /// Stores the last queries of rows whose first one is at first[sequence]. `ids`: those of the batch, on the device;
+  /// null: the owner alone.
   void remember(sequence_layer owner, const index_t* ids, const rows_view<const T>& q, const index_t* first,
                 cudaStream_t stream) const {
-    const index_t fresh = (std::min)(q.tokens, window_);
-    if (fresh == 0) return;
-    const dim3 grid{unsigned(fresh), unsigned(heads_), unsigned(q.sequences)};
+    const index_t added = (std::min)(q.tokens, window_);
+    if (added == 0) return;
+    const dim3 grid{unsigned(added), unsigned(heads_), unsigned(q.sequences)};
     launch_overlapping<detail::remember_newest_entry<T, 64>>(grid, 64, stream, "launch of remember_newest", q,
-                                                             q.tokens - fresh, first, rings(owner, ids));
+                                                             q.tokens - added, first, rings(owner, ids));
   }
 
-  /// The windows of a batch whose sequences go on at next[sequence]. Valid until the next call.
+  /// The windows of a batch whose next tokens will be at next[sequence]. Valid until the next call.
   newest_rows<T> gather(sequence_layer owner, const index_t* ids, index_t batch, const index_t* next,
                         cudaStream_t stream) const {
     const dim3 grid{unsigned(window_), unsigned(heads_), unsigned(batch)};
@@ -121,13 +121,13 @@ class query_ring {
     }
   }
 
-  offset_t bytes_per_place() const { return ring_ * row() * offset_t(sizeof(T)); }
+  offset_t bytes_per_entry() const { return ring_ * row() * offset_t(sizeof(T)); }
 
  private:
   offset_t row() const { return offset_t(heads_) * dim_; }
   detail::query_rings<T> rings(sequence_layer owner, const index_t* ids) const {
-    const offset_t place = offset_t(owner.layer) * sequences_ + (ids ? 0 : owner.id);
-    return {rows_.data() + place * ring_ * row(), ids, ring_, heads_, dim_};
+    const offset_t entry = offset_t(owner.layer) * sequences_ + (ids ? 0 : owner.id);
+    return {rows_.data() + entry * ring_ * row(), ids, ring_, heads_, dim_};
   }
 
   index_t sequences_ = 0, window_ = 0, ring_ = 0, heads_ = 0;

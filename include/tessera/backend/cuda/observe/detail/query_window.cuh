@@ -21,73 +21,73 @@ __global__ void __launch_bounds__(Threads) copy_queries_entry(rows_view<const T>
 
 }  // namespace detail
 
-/// Remembers the last `window` queries of a turn's prompt for each of `places` (layer, sequence).
-/// Memory   places * 2 * window * q_heads * k_dim elements.
+/// Stores the last `window` queries of a turn's prompt for each of `entries`; an entry is a (layer, sequence).
+/// Memory   entries * 2 * window * q_heads * k_dim elements.
 template <class T>
 class query_window {
  public:
   query_window() = default;
-  query_window(index_t places, index_t window, index_t q_heads, int k_dim)
+  query_window(index_t entries, index_t window, index_t q_heads, int k_dim)
       : window_(window),
         heads_(q_heads),
         dim_(k_dim),
-        held_(std::size_t(places)),
-        rows_(std::size_t(places) * 2 * std::size_t(window) * std::size_t(q_heads) * std::size_t(k_dim)) {}
+        runs_(std::size_t(entries)),
+        rows_(std::size_t(entries) * 2 * std::size_t(window) * std::size_t(q_heads) * std::size_t(k_dim)) {}
 
-  /// Two windows a place: what stays when it is full never overlaps where it goes.
-  void remember(std::size_t place, const rows_view<const T>& q, cudaStream_t stream) {
-    const index_t fresh = (std::min)(q.tokens, window_);
-    if (fresh == 0) return;
-    run& here = held_[place];
-    const index_t old = (std::min)(window_ - fresh, here.count);
-    T* memory = at(place, 0);
-    here.first += here.count - old;
-    if (here.first + old + fresh > 2 * window_) {
-      check(cudaMemcpyAsync(memory, at(place, here.first), std::size_t(old * row()) * sizeof(T),
+  /// An entry has memory for two windows: when it is full, the rows that stay never overlap their target.
+  void remember(std::size_t entry, const rows_view<const T>& q, cudaStream_t stream) {
+    const index_t added = (std::min)(q.tokens, window_);
+    if (added == 0) return;
+    run& newest = runs_[entry];
+    const index_t old = (std::min)(window_ - added, newest.count);
+    T* memory = row_address(entry, 0);
+    newest.first += newest.count - old;
+    if (newest.first + old + added > 2 * window_) {
+      check(cudaMemcpyAsync(memory, row_address(entry, newest.first), std::size_t(old * row()) * sizeof(T),
                             cudaMemcpyDeviceToDevice, stream),
             "cudaMemcpyAsync");
-      here.first = 0;
+      newest.first = 0;
     }
-    detail::copy_queries_entry<T, 128><<<dim3(unsigned(fresh), unsigned(heads_)), 128, 0, stream>>>(
-        q, q.tokens - fresh, dim_, at(place, here.first + old));
+    detail::copy_queries_entry<T, 128><<<dim3(unsigned(added), unsigned(heads_)), 128, 0, stream>>>(
+        q, q.tokens - added, dim_, row_address(entry, newest.first + old));
     check(cudaGetLastError(), "launch of copy_queries");
-    here.count = old + fresh;
+    newest.count = old + added;
   }
 
-  /// [1, remembered, q_heads, k_dim], oldest first.
-  rows_view<const T> queries(std::size_t place) const {
-    const run& here = held_[place];
-    return nhd_rows<const T>(at(place, here.first), here.count, heads_, dim_);
+  /// [1, stored rows, q_heads, k_dim], oldest first.
+  rows_view<const T> queries(std::size_t entry) const {
+    const run& newest = runs_[entry];
+    return nhd_rows<const T>(row_address(entry, newest.first), newest.count, heads_, dim_);
   }
-  /// Between turns there is nothing.
+  /// Does nothing: between turns no queries are stored.
   void copy(index_t, index_t, cudaStream_t) const {}
-  void forget(std::size_t place) { held_[place] = {}; }
+  void forget(std::size_t entry) { runs_[entry] = {}; }
 
-  offset_t bytes_per_place() const { return 2 * window_ * row() * offset_t(sizeof(T)); }
+  offset_t bytes_per_entry() const { return 2 * window_ * row() * offset_t(sizeof(T)); }
 
  private:
   struct run {
     index_t first = 0, count = 0;
   };
   offset_t row() const { return offset_t(heads_) * dim_; }
-  T* at(std::size_t place, index_t first) const {
-    return rows_.data() + (offset_t(place) * 2 * window_ + first) * row();
+  T* row_address(std::size_t entry, index_t first) const {
+    return rows_.data() + (offset_t(entry) * 2 * window_ + first) * row();
   }
 
   index_t window_ = 0, heads_ = 0;
   int dim_ = 0;
-  host_vector<run> held_;
+  host_vector<run> runs_;
   device_buffer<T> rows_;
 };
 
-// What attention has made of the queries that a window remembers, on the device: their log-sum-exps.
+// The log-sum-exps of the queries that a window stores, from attention, on the device.
 
 namespace detail {
 
-/// x: a row of the window, y: a query head. What attention says of other queries than the window's becomes NaN.
+/// blockIdx: x a row of the window, y a query head. The log-sum-exps of other queries than the window's become NaN.
 template <class T, int Threads>
 __global__ void __launch_bounds__(Threads)
-    take_lse_entry(rows_view<const T> window, rows_view<const T> attended, rows_view<float> lse, int dim, float* to) {
+    store_lse_entry(rows_view<const T> window, rows_view<const T> attended, rows_view<float> lse, int dim, float* to) {
   const index_t i = blockIdx.x, head = blockIdx.y, rows = gridDim.x;
   const T *mine = window.row(0, i, head), *theirs = attended.row(0, attended.tokens - rows + i, head);
   bool differs = false;
@@ -101,69 +101,68 @@ __global__ void __launch_bounds__(Threads)
 
 /// The log-sum-exps of a query_window's rows, from the attention of a prompt over all that a layer stores.
 ///
-/// They stand for what a choice by these rows would compute: tokens that come later are hidden from the rows, and
-/// whoever drops tokens makes the window forget its rows. Only the newest call of attention counts, and only where it
-/// went over the whole window; queries that are not the window's own, bit for bit, leave NaN, which a scorer takes as
-/// not given.
-/// Memory   (places + 1) * window * q_heads floats.   Cost  one small launch a call of attention.
+/// They equal what a choice by these rows would compute: later tokens are hidden from the rows, and the window forgets
+/// its rows when tokens are dropped. Only the newest call of attention counts, and only where it covered the whole
+/// window. Queries that differ from the window's in any bit leave NaN, which a scorer treats as not given.
+/// Memory   (entries + 1) * window * q_heads floats.   Cost  one small launch a call of attention.
 template <class T>
 class window_lse {
  public:
   window_lse() = default;
-  window_lse(index_t places, index_t window, index_t q_heads)
+  window_lse(index_t entries, index_t window, index_t q_heads)
       : window_(window),
         heads_(q_heads),
-        rows_(std::size_t(places), 0),
-        lse_(std::size_t(places) * row()),
+        rows_(std::size_t(entries), 0),
+        lse_(std::size_t(entries) * row()),
         written_(row()) {}
 
-  /// Where attention of so many tokens may write what it makes of the newest: [1, min(tokens, window), q_heads]. Valid
-  /// until the next call of attention.
-  rows_view<float> room(index_t tokens) const {
+  /// Memory where attention of `tokens` tokens may write the log-sum-exps of the newest: [1, min(tokens, window),
+  /// q_heads]. Valid until the next call of attention.
+  rows_view<float> output(index_t tokens) const {
     return nhd_rows(written_.data(), (std::min)(tokens, window_), heads_, 1);
   }
-  /// A place's newest queries `attended` [1, tokens, q_heads, k_dim] have been attended; `lse`: of the last of them, as
-  /// many as its window has at least.
-  void take(std::size_t place, const query_window<T>& window, const rows_view<const T>& attended,
-            const rows_view<float>& lse, cudaStream_t stream) {
-    const rows_view<const T> mine = window.queries(place);
-    rows_[place] = 0;
+  /// Stores the log-sum-exps of an entry's window. `attended` [1, tokens, q_heads, k_dim]: the newest queries of
+  /// attention. `lse`: those of the last of them, at least as many as the window has rows.
+  void store(std::size_t entry, const query_window<T>& window, const rows_view<const T>& attended,
+             const rows_view<float>& lse, cudaStream_t stream) {
+    const rows_view<const T> mine = window.queries(entry);
+    rows_[entry] = 0;
     if (mine.tokens == 0 || attended.tokens < mine.tokens) return;
-    detail::take_lse_entry<T, 64>
-        <<<dim3(unsigned(mine.tokens), unsigned(heads_)), 64, 0, stream>>>(mine, attended, lse, mine.dim, at(place));
-    check(cudaGetLastError(), "launch of take_lse");
-    rows_[place] = mine.tokens;
+    detail::store_lse_entry<T, 64><<<dim3(unsigned(mine.tokens), unsigned(heads_)), 64, 0, stream>>>(
+        mine, attended, lse, mine.dim, row_address(entry));
+    check(cudaGetLastError(), "launch of store_lse");
+    rows_[entry] = mine.tokens;
   }
-  /// The window has other rows now.
-  void forget(std::size_t place) { rows_[place] = 0; }
+  /// Called when the window has changed.
+  void forget(std::size_t entry) { rows_[entry] = 0; }
 
-  /// Of a place whose window has `rows` rows, [1, rows, q_heads]; data null: not known.
-  rows_view<const float> of(std::size_t place, index_t rows) const {
-    if (rows == 0 || rows_[place] != rows) return {};
-    return nhd_rows<const float>(at(place), rows, heads_, 1);
+  /// The log-sum-exps of an entry whose window has `rows` rows, [1, rows, q_heads]; data null: not known.
+  rows_view<const float> lse(std::size_t entry, index_t rows) const {
+    if (rows == 0 || rows_[entry] != rows) return {};
+    return nhd_rows<const float>(row_address(entry), rows, heads_, 1);
   }
 
-  offset_t bytes_per_place() const { return offset_t(row() * sizeof(float)); }
+  offset_t bytes_per_entry() const { return offset_t(row() * sizeof(float)); }
 
  private:
   std::size_t row() const { return std::size_t(window_) * std::size_t(heads_); }
-  float* at(std::size_t place) const { return lse_.data() + std::size_t(place) * row(); }
+  float* row_address(std::size_t entry) const { return lse_.data() + std::size_t(entry) * row(); }
 
   index_t window_ = 0, heads_ = 0;
-  host_vector<index_t> rows_;  // by place; 0: not known
+  host_vector<index_t> rows_;  // by entry; 0: not known
   device_buffer<float> lse_, written_;
 };
 
-/// In place of it where every choice computes its own.
+/// Used instead where every choice computes log-sum-exps itself.
 template <class T>
 struct no_window_lse {
   no_window_lse(index_t, index_t, index_t) {}
-  rows_view<float> room(index_t) const { return {}; }
+  rows_view<float> output(index_t) const { return {}; }
   void forget(std::size_t) {}
-  void take(std::size_t, const query_window<T>&, const rows_view<const T>&, const rows_view<float>&,
-            cudaStream_t) const {}
-  rows_view<const float> of(std::size_t, index_t) const { return {}; }
-  offset_t bytes_per_place() const { return 0; }
+  void store(std::size_t, const query_window<T>&, const rows_view<const T>&, const rows_view<float>&,
+             cudaStream_t) const {}
+  rows_view<const float> lse(std::size_t, index_t) const { return {}; }
+  offset_t bytes_per_entry() const { return 0; }
 };
 
 }  // namespace cuda

@@ -24,30 +24,31 @@ class retrieve_by_scores {
   using finish = finish_scores<scorer>;
 
  public:
-  /// `most_read`: the most tokens that a step attends under any plan; `capacity`: the most that a row ever holds.
-  retrieve_by_scores(const Recipe& recipe, index_t most_read, const model_shape& shape, index_t sequences,
+  /// `max_read`: an upper bound of the tokens that a step attends under any plan; `capacity`: of those that a row
+  /// stores.
+  retrieve_by_scores(const Recipe& recipe, index_t max_read, const model_shape& shape, index_t sequences,
                      index_t tokens, index_t capacity, const device_info& device)
       : scorer_(recipe.retrieve.scorer),
         rule_(recipe.attention.rule),
         rows_(sequences * shape.kv_heads),
         heads_(shape.kv_heads),
         capacity_(capacity),
-        most_((std::min)(most_read, capacity)),
+        max_read_((std::min)(max_read, capacity)),
         score_(sequences, shape.kv_heads, shape.q_heads, tokens, capacity, device),
         finish_(sequences, shape.kv_heads, capacity, device),
-        select_(recipe.retrieve.selector, rows_, capacity, device, most_),
+        select_(recipe.retrieve.selector, rows_, capacity, device, max_read_),
         raw_(std::size_t(rows_) * std::size_t(capacity)),
         finished_(finish_.out_bytes() / sizeof(float)),
-        indices_(std::size_t(rows_) * std::size_t(most_)),
+        indices_(std::size_t(rows_) * std::size_t(max_read_)),
         counts_(std::size_t(rows_)),
         scratch_(score_.workspace_bytes()) {}
 
-  /// What a sequence's plan comes to on the device.
+  /// A sequence's plan for the device.
   static read_plan plan_for(const Recipe&, const stage_plan& plan) { return read_plan(plan.read); }
   /// Throws unless launches can take the plan.
   void require_covered(const read_plan& plan) const {
-    require(plan.read <= most_ || most_ == capacity_, "tokens that a step reads", plan.read,
-            "at most " + std::to_string(most_), "make the operations for the most that any plan reads");
+    require(plan.read <= max_read_ || max_read_ == capacity_, "tokens that a step reads", plan.read,
+            "at most " + std::to_string(max_read_), "make the operations for the most that any plan reads");
   }
 
   /// `plans`: of the view's sequences, on the device.
@@ -74,28 +75,28 @@ class retrieve_by_scores {
     select.scores = scores.scores;
     select.score_stride = scores.row_stride;
     select.n = {view.lengths};
-    // A plan's first member is what it reads: one of so many index_t is read for all rows of a sequence.
+    // A plan's first member says how many tokens it reads; all rows of a sequence read it, a whole plan apart.
     select.keep = {&plans->read, 0, heads_, sizeof(read_plan) / sizeof(index_t)};
     select.tail = {nullptr, q.tokens > 1 ? q.tokens : 0};
     select.out = indices_.data();
-    select.out_stride = most_;
+    select.out_stride = max_read_;
     select.counts = counts_.data();
     select.rows = view.sequences * view.kv_heads;
     select_.run(select, nullptr, stream);
     return select.chosen();
   }
 
-  /// Bytes that a choice over `n` tokens reads beside the K and V of what is attended.
+  /// Bytes that a choice over `n` tokens reads beside the K and V of attended tokens.
   static offset_t bytes_read(const read_plan& plan, offset_t n) {
     return (std::max<offset_t>)(0, n - plan.read) * View::k_dim * offset_t(sizeof(T));
   }
-  /// The most tokens that a plan attends.
-  static offset_t most_read(const read_plan& plan) { return plan.read; }
+  /// An upper bound of the tokens that a plan attends.
+  static offset_t max_read(const read_plan& plan) { return plan.read; }
 
  private:
   scorer scorer_;
   logit_rule rule_;
-  index_t rows_, heads_, capacity_, most_;
+  index_t rows_, heads_, capacity_, max_read_;
   attentive_score<View, scorer> score_;
   finish finish_;
   select_slots<typename policy::selector_type> select_;

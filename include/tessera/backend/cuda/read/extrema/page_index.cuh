@@ -16,34 +16,35 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// What a step's choice reads and writes; every pointer is a device pointer, every length is read on the device.
+/// The input and output of a step's choice. Every pointer is a device pointer; lengths are read on the device.
 template <class View>
 struct page_problem {
   using T = typename View::element_type;
   View view;                                  ///< what steps may read; lengths count the step's own tokens
   const read_plan* plans = nullptr;           ///< [sequences], in the order of the view's
   page_extrema_view<T, View::k_dim> index{};  ///< of the view
-  index_t unfolded = 0;                       ///< newest slots of every row that the index has yet to take in
+  index_t unfolded = 0;                       ///< newest slots of every row that are not in the index yet
   rows_view<const T> q;                       ///< [sequences, tokens, q_heads, k_dim]
   const index_t* first_position = nullptr;    ///< [sequences], position of the step's first token
   logit_rule rule;
   index_t* out = nullptr;  ///< [rows, out_stride], ascending slots of the view; row = sequence * kv_heads + head
   offset_t out_stride = 0;
   index_t* counts = nullptr;  ///< [rows]
-  float* mass = nullptr;  ///< [rows, tokens * group] or null: what the chosen slots hold of the estimated probabilities
+  float* mass =
+      nullptr;  ///< [rows, tokens * group] or null: the share of the estimated probabilities that the chosen slots hold
 };
 
 namespace detail {
 
-inline constexpr int most_step_tokens = 8;
-inline constexpr int most_query_rows = 128;  // of a group: step tokens times query heads
+inline constexpr int max_step_tokens = 8;
+inline constexpr int max_query_rows = 128;  // of a group: step tokens times query heads
 
 struct slot_run {
   index_t begin, end;
 };
 
-/// Slots that a query at some position sees, by one warp: a run, for positions ascend. A probe of 32 slots at a time
-/// costs one trip to memory, and most runs end where the slots do: `last` is the position of slot n - 1.
+/// The slots that a query at some position sees, by one warp. They are a run, because positions ascend. A probe of 32
+/// slots costs one trip to memory. Most runs end where the slots do; `last` is the position of slot n - 1.
 template <class View>
 __device__ slot_run visible_run(const View& view, index_t sequence, index_t head, const logit_rule& rule, index_t n,
                                 index_t last, index_t query, int lane) {
@@ -55,7 +56,7 @@ __device__ slot_run visible_run(const View& view, index_t sequence, index_t head
   return {rule.sliding_window > 0 ? first_above(query - rule.sliding_window) : 0, first_above(query)};
 }
 
-/// A plan in two loads that neighbours share.
+/// Loads a plan in two loads that neighbouring lanes share.
 __device__ inline read_plan load_plan(const read_plan* plan) {
   uint4 words[2];
   words[0] = __ldg(reinterpret_cast<const uint4*>(plan));
@@ -67,9 +68,8 @@ __device__ inline read_plan load_plan(const read_plan* plan) {
 
 inline constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
 
-/// Folds slots [from, n) of one (sequence, kv_head) into those of their pages that lie in [first_page, end_page), one
-/// thread a channel: its slots in order, so that the bits are the CPU's. A page of one slot is its key, whatever that
-/// is.
+/// Folds slots [from, n) of one (sequence, kv_head) into those of their pages that lie in [first_page, end_page). A
+/// thread has a channel and folds its slots in order, so that the bits are the CPU's. A page of one slot is its key.
 template <class View, class T, int D>
 __device__ __noinline__ void fold_slots(const View& view, index_t sequence, index_t head,
                                         const page_extrema_view<T, D>& index, const read_plan& plan, index_t from,
@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(256)
 
 inline constexpr int built_pages = 32;  // that a block makes at a time
 
-/// A block makes every gridDim.x-th run of pages of one (sequence, kv_head): a thread reads two channels of every slot
-/// of a page, the block turns the pages by channel in shared memory.
+/// A block builds every gridDim.x-th run of pages of one (sequence, kv_head). A thread reads two channels of every slot
+/// of a page, and the block transposes the pages by channel in shared memory.
 template <class View, int D, int Threads>
 __global__ void __launch_bounds__(Threads)
     build_entry(const __grid_constant__ View view, page_extrema_view<typename View::element_type, D> index,
@@ -153,8 +153,8 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Fills the index of a view's keys, by the plan of each sequence. The values are cpu::page_index's to the bit; of
-/// encoded rows those of the decoded keys, each rounded to the element type.
+/// Fills the index of a view's keys, by the plan of each sequence. The values have the bits of cpu::page_index. Encoded
+/// rows give the values of the decoded keys, each rounded to the element type.
 ///
 /// Lengths and plans are read on the device, so a captured launch can be replayed while they change. A row's room must
 /// hold its pages.
@@ -170,7 +170,7 @@ class index_pages {
 
   std::size_t workspace_bytes() const { return 0; }
 
-  /// Every page of every row, anew. `pages`: how many a row usually has at most; more are made too.
+  /// Builds every page of every row. `pages`: how many a row usually has; more are built too.
   void build(const View& view, const index_type& index, const read_plan* plans, index_t pages,
              cudaStream_t stream) const {
     check_call(view, index, plans);
@@ -182,7 +182,7 @@ class index_pages {
     check(cudaGetLastError(), "launch of build_pages");
   }
 
-  /// Takes in the newest slots of every row; the view's lengths count them.
+  /// Folds in the newest slots of every row; the view's lengths count them.
   void fold(const View& view, const index_type& index, const read_plan* plans, index_t newest,
             cudaStream_t stream) const {
     check_call(view, index, plans);

@@ -1,4 +1,4 @@
-// Paged retrieval on the GPU, what the host calls: which slots a decode step reads, from an estimate in place of keys.
+// Paged retrieval on the GPU, the host's calls: which slots a decode step reads, by an estimate of the keys.
 #pragma once
 
 #include <algorithm>
@@ -14,18 +14,18 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Bounds of the plans that may meet in a launch. They size memory; what is done follows each sequence's own plan.
+/// Bounds of the plans that one launch may have. They size memory; the work follows each sequence's own plan.
 struct read_bounds {
-  index_t capacity = 0;      ///< most tokens that a row ever holds
-  index_t read = 0;          ///< most tokens that a step attends
+  index_t capacity = 0;      ///< upper bound of the tokens that a row stores
+  index_t read = 0;          ///< upper bound of the tokens that a step attends
   index_t page = 1;          ///< smallest page
-  index_t largest_page = 1;  ///< counts where whole pages are chosen, and for `most_chosen`
+  index_t largest_page = 1;  ///< used where whole pages are chosen, and for `max_chosen`
   index_t tail = 0;          ///< longest tail
-  /// Pages that a row has when its plan is made, at most; 0: as many as `capacity` and `page` allow. Rows of that many
-  /// are chosen, and attended, in one launch if they fit. Rows that have grown beyond are still right, but slower.
+  /// An upper bound of a row's pages when its plan is made; 0: as many as `capacity` and `page` allow. Rows of so many
+  /// pages are chosen, and attended, in one launch if they fit. Longer rows give right results too, more slowly.
   index_t usual_pages = 0;
 
-  /// Widens the bounds by one more plan, of a conversation that plans to hold `tokens`.
+  /// Widens the bounds by a plan of a conversation with `tokens` tokens.
   void cover(const read_plan& plan, index_t tokens) {
     const bool first = read == 0;
     read = (std::max)(read, plan.read);
@@ -37,16 +37,16 @@ struct read_bounds {
   bool covers(const read_plan& plan) const {
     return plan.read <= read && plan.page >= page && plan.page <= largest_page && plan.tail <= tail;
   }
-  index_t most_pages() const { return ceil_div(capacity, page); }
+  index_t max_pages() const { return ceil_div(capacity, page); }
 };
 
 /// Chooses what a step reads, as cpu::choose_by_pages does with a tokens_or_pages selector.
 ///
 /// `workspace_bytes` once, then `run` any number of times: no allocation, no synchronisation, no length and no plan on
 /// the host, so a captured graph can be replayed while both change. Sequences of one launch may have any plans within
-/// the bounds. Repeated calls give the same bits. The CPU's choice but for scores that rounding cannot tell apart. A
-/// step of several tokens reads its own; a plan's tail too.
-/// Shapes   as page_problem says; lengths at most `bounds.capacity`; a row of `out` holds `most_chosen()` slots.
+/// the bounds. Repeated calls give the same bits. The choice is the CPU's, except for scores that differ by rounding
+/// alone. A step of several tokens reads its own tokens, and a plan's tail.
+/// Shapes   as page_problem says; lengths at most `bounds.capacity`; a row of `out` holds `max_chosen()` slots.
 /// Errors   shapes that the kernels cannot take: tessera::error before anything is launched.
 /// Cost     one launch where clusters are there and a share of the usual pages fits into shared memory, else two. One
 ///          value per page and chosen channel is read, two where Quest's heads differ in sign.
@@ -64,7 +64,7 @@ class choose_pages {
  public:
   using problem_type = page_problem<View>;
 
-  /// `tokens` is the most that a step may have. Of the scorer only what no plan says counts: how it takes sides and
+  /// `tokens`: an upper bound of a step's tokens. Only what no plan says counts of the scorer: how it takes sides and
   /// scales.
   choose_pages(const Scorer& scorer, selection_unit unit, const read_bounds& bounds, index_t sequences,
                index_t kv_heads, index_t q_heads, index_t tokens, const device_info& device)
@@ -78,16 +78,17 @@ class choose_pages {
     check_bounds(sequences);
     query_rows_ = tokens * (q_heads / kv_heads);
     const index_t usual = usual_pages(), tiles = ceil_div(usual, index_t(detail::tile_pages));
-    stride_ = ceil_div(bounds.most_pages(), index_t(detail::tile_pages)) * detail::tile_pages;
-    key_stride_ = (bounds.most_pages() + detail::page_rows::most_cuts + 3) / 4 * 4;
-    // Few rows: a block a tile, to be done soon. Many: blocks that choose their channels once for several tiles.
+    stride_ = ceil_div(bounds.max_pages(), index_t(detail::tile_pages)) * detail::tile_pages;
+    key_stride_ = (bounds.max_pages() + detail::page_rows::max_cuts + 3) / 4 * 4;
+    // Few rows: a block a tile, for a short launch. Many rows: blocks that choose their channels once for several
+    // tiles.
     tiles_each_ = std::clamp(tiles * rows_ / (device.multiprocessors * 5), 1, 8);
     tile_blocks_ = ceil_div(tiles, tiles_each_);
     logits_shared_ = detail::page_shared<T, D>::bytes(query_rows_);
     logits_entry_ = detail::page_logits_entry<View, Scorer>;
     require(allow(device, logits_entry_, logits_shared_), "shared memory of a block", logits_shared_,
             "at most " + std::to_string(device.shared_memory), "split the step");
-    if (device.compute_capability >= 90) take_clusters(device);
+    if (device.compute_capability >= 90) find_clusters(device);
     select_entry_ = detail::choose_pages_entry<true>;
     select_shared_ = std::size_t(key_stride_) * 4;
     resident_ = allow(device, select_entry_, select_shared_);
@@ -98,21 +99,21 @@ class choose_pages {
   }
 
   std::size_t workspace_bytes() const {
-    const bool all_fit = resident_ && (!cluster_entry_ || usual_pages() == bounds_.most_pages());
+    const bool all_fit = resident_ && (!cluster_entry_ || usual_pages() == bounds_.max_pages());
     return keys_at() + (all_fit ? 0 : std::size_t(rows_) * std::size_t(key_stride_) * 4);
   }
 
-  /// The most slots that are chosen of a row.
-  index_t most_chosen() const {
+  /// An upper bound of the slots that are chosen of a row.
+  index_t max_chosen() const {
     if (unit_ == selection_unit::token) return (std::min)(bounds_.read, bounds_.capacity);
-    // What is forced fills its pages and may begin within one; what is read fills whole pages.
+    // Forced slots fill their pages and may begin within one; other slots fill whole pages.
     const offset_t page = bounds_.largest_page, tail = (std::max)({tokens_, bounds_.tail, 1});
     return index_t(
         (std::min<offset_t>)(bounds_.capacity, (std::max<offset_t>)(tail + 2 * page, bounds_.read + page - 1)));
   }
 
   const read_bounds& bounds() const { return bounds_; }
-  /// Throws unless the plan lies within the bounds: before it is written where launches read it.
+  /// Throws unless the plan lies within the bounds. Called before the plan is written for launches.
   void require_covered(const read_plan& plan) const {
     require(bounds_.covers(plan), "plan of a sequence",
             "read " + std::to_string(plan.read) + ", page " + std::to_string(plan.page) + ", tail " +
@@ -152,10 +153,10 @@ class choose_pages {
     if (rows == 0 || p.q.tokens == 0) return;
     watch_order(p.view, stream);
     launch(attend_entry_, shape_of(p, attend_bytes_), stream, "launch of attend_pages", p, scorer_,
-           choice(p, workspace), scratch(p, workspace), layout_, out, lse, most_chosen());
+           choice(p, workspace), scratch(p, workspace), layout_, out, lse, max_chosen());
   }
 
-  /// The first of two launches that do what `run` may do in one: logits of pages into the workspace.
+  /// The first of two launches that equal `run`: writes the logits of pages to the workspace.
   void score(const problem_type& p, void* workspace, cudaStream_t stream) const {
     check_problem(p);
     const index_t rows = p.view.sequences * kv_heads_;
@@ -166,7 +167,7 @@ class choose_pages {
     check(cudaGetLastError(), "launch of page logits");
   }
 
-  /// The second: the choice by the logits in the workspace.
+  /// The second: chooses by the logits in the workspace.
   void select(const problem_type& p, void* workspace, cudaStream_t stream) const {
     check_problem(p);
     const index_t rows = p.view.sequences * kv_heads_;
@@ -178,7 +179,7 @@ class choose_pages {
 
  private:
   index_t usual_pages() const {
-    return bounds_.usual_pages > 0 ? (std::min)(bounds_.usual_pages, bounds_.most_pages()) : bounds_.most_pages();
+    return bounds_.usual_pages > 0 ? (std::min)(bounds_.usual_pages, bounds_.max_pages()) : bounds_.max_pages();
   }
 
   void check_bounds(index_t sequences) const {
@@ -190,15 +191,16 @@ class choose_pages {
             "split the batch");
     require(q_heads_ >= 1 && q_heads_ % kv_heads_ == 0, "q_heads", q_heads_, "a multiple of kv_heads",
             "pass the model's head counts");
-    require(tokens_ >= 1 && tokens_ <= detail::most_step_tokens, "tokens", tokens_,
-            "1 to " + std::to_string(detail::most_step_tokens), "split the step");
-    require(tokens_ * (q_heads_ / kv_heads_) <= detail::most_query_rows, "tokens * query heads of a group",
-            tokens_ * (q_heads_ / kv_heads_), "at most " + std::to_string(detail::most_query_rows), "split the step");
+    require(tokens_ >= 1 && tokens_ <= detail::max_step_tokens, "tokens", tokens_,
+            "1 to " + std::to_string(detail::max_step_tokens), "split the step");
+    require(tokens_ * (q_heads_ / kv_heads_) <= detail::max_query_rows, "tokens * query heads of a group",
+            tokens_ * (q_heads_ / kv_heads_), "at most " + std::to_string(detail::max_query_rows), "split the step");
     require(bounds_.capacity >= 1, "capacity", bounds_.capacity, "at least 1",
             "pass the most tokens that a row may hold");
   }
 
-  /// Lets a kernel take all of a block's shared memory: the limit belongs to the kernel. Whether `wanted` is there.
+  /// Lets a kernel use all of a block's shared memory; the limit belongs to the kernel. Returns whether that is at
+  /// least `wanted`.
   template <class Entry>
   static bool allow(const device_info& device, Entry entry, std::size_t wanted) {
     cudaFuncAttributes of{};
@@ -208,21 +210,21 @@ class choose_pages {
     return wanted <= std::size_t(room);
   }
   template <class Entry>
-  static bool take(const device_info& device, Entry entry, std::size_t wanted) {
-    // Code that was compiled for an older device knows no clusters, also where it runs on a newer one.
+  static bool configure(const device_info& device, Entry entry, std::size_t wanted) {
+    // Code that was compiled for an older device has no clusters, also where it runs on a newer one.
     if (!allow(device, entry, wanted) || !can_overlap(entry)) return false;
-    // What runs before and after takes all of it too: a multiprocessor need not change its split.
+    // Launches before and after use all of it too, so a multiprocessor need not change its split.
     check(cudaFuncSetAttribute(entry, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
           "cudaFuncSetAttribute");
     return true;
   }
 
-  /// Finds how many blocks have a row: as many as run for all rows at a time; two where the usual pages of a row do not
-  /// fit into the memory of a block alone.
-  void take_clusters(const device_info& device) {
-    for (blocks_ = detail::most_cluster_blocks; blocks_ > 1 && !run_at_once(device);) blocks_ /= 2;
-    const int most_blocks = (std::max)(blocks_, 2);
-    for (; blocks_ <= most_blocks; blocks_ *= 2) {
+  /// Finds how many blocks share a row: as many as run for all rows at a time, or two where the usual pages of a row do
+  /// not fit into the memory of one block.
+  void find_clusters(const device_info& device) {
+    for (blocks_ = detail::max_cluster_blocks; blocks_ > 1 && !run_at_once(device);) blocks_ /= 2;
+    const int max_blocks = (std::max)(blocks_, 2);
+    for (; blocks_ <= max_blocks; blocks_ *= 2) {
       for (const index_t ring : {detail::widest_ring, detail::usual_ring}) {
         layout_ = detail::cluster_shared<T, D>::lay_out(query_rows_, usual_pages(), blocks_, ring);
         // A ring that is wider than usual pays where it takes all of a share at once.
@@ -236,7 +238,7 @@ class choose_pages {
   bool run_at_once(const device_info& device) const {
     const auto entry = detail::cluster_pages_entry<View, Scorer, false>;
     const auto layout = detail::cluster_shared<T, D>::lay_out(query_rows_, usual_pages(), blocks_, detail::usual_ring);
-    return take(device, entry, layout.bytes) &&
+    return configure(device, entry, layout.bytes) &&
            rows_ <= resident_clusters(entry, {.blocks = dim3(unsigned(blocks_), unsigned(rows_)),
                                               .threads = dim3(detail::cluster_threads),
                                               .shared_bytes = layout.bytes,
@@ -245,16 +247,16 @@ class choose_pages {
   template <bool Alone>
   bool try_clusters(const device_info& device) {
     const auto entry = detail::cluster_pages_entry<View, Scorer, Alone>;
-    if (!take(device, entry, layout_.bytes)) return false;
+    if (!configure(device, entry, layout_.bytes)) return false;
     cluster_entry_ = entry;
     if constexpr (can_attend) {
       using attention = detail::cluster_attention<View>;
-      attend_bytes_ = attention::bytes(layout_.bytes, most_chosen(), query_rows_, blocks_);
+      attend_bytes_ = attention::bytes(layout_.bytes, max_chosen(), query_rows_, blocks_);
       const auto both = detail::attend_pages_entry<View, Scorer, attended, Alone>;
       // At most a tile a warp: with 2,048 tokens of 64 rows one launch takes 76.4 us, two 76.7 (H200, CUDA 13.0).
-      const index_t tiles = ceil_div(ceil_div(most_chosen(), index_t(attention::tokens)), index_t(blocks_));
-      const index_t most_tiles = detail::cluster_warps * (Alone ? 4 : 1);
-      if (query_rows_ <= attention::most_rows && tiles <= most_tiles && take(device, both, attend_bytes_)) {
+      const index_t tiles = ceil_div(ceil_div(max_chosen(), index_t(attention::tokens)), index_t(blocks_));
+      const index_t max_tiles = detail::cluster_warps * (Alone ? 4 : 1);
+      if (query_rows_ <= attention::max_rows && tiles <= max_tiles && configure(device, both, attend_bytes_)) {
         attend_entry_ = both;
       }
     }
@@ -303,7 +305,7 @@ class choose_pages {
                                   std::size_t(stride_ / detail::tile_pages) * sizeof(float2));
   }
   std::size_t keys_at() const {
-    return runs_at() + padded(std::size_t(rows_) * detail::most_step_tokens * sizeof(detail::slot_run));
+    return runs_at() + padded(std::size_t(rows_) * detail::max_step_tokens * sizeof(detail::slot_run));
   }
 
   void check_problem(const problem_type& p) const {
@@ -313,8 +315,8 @@ class choose_pages {
             std::to_string(p.view.sequences) + " sequences, " + std::to_string(p.view.kv_heads) + " kv_heads, " +
                 std::to_string(p.q.heads) + " q_heads, " + std::to_string(p.q.tokens) + " tokens",
             "what this object was made for", "make one object per shape");
-    require(p.out_stride >= most_chosen(), "out_stride", p.out_stride, "at least " + std::to_string(most_chosen()),
-            "pass room for most_chosen() slots a row");
+    require(p.out_stride >= max_chosen(), "out_stride", p.out_stride, "at least " + std::to_string(max_chosen()),
+            "pass room for max_chosen() slots a row");
     require(p.unfolded >= 0, "unfolded", p.unfolded, "at least 0", "pass how many newest tokens the index lacks");
     require_rows_on_16_bytes("q", p.q);
     require(p.plans != nullptr, "plans of the sequences", "null", "one read_plan a sequence, on the device",

@@ -1,4 +1,4 @@
-// The second stage by an estimate of the keys, in pages.
+// A second stage that chooses by an estimate of the keys, in pages.
 #pragma once
 
 #include <algorithm>
@@ -31,25 +31,25 @@ class retrieve_by_pages {
   }
 
  public:
-  /// `bounds` cover every plan that may come: see `plan_for`.
+  /// `bounds` must cover every later plan: see `plan_for`.
   retrieve_by_pages(const Recipe& recipe, const read_bounds& bounds, const model_shape& shape, index_t sequences,
                     index_t tokens, const device_info& device)
       : rule_(recipe.attention.rule),
         unit_(unit_of(recipe)),
         choose_(recipe.retrieve.scorer, unit_, bounds, sequences, shape.kv_heads, shape.q_heads, tokens, device),
-        indices_(std::size_t(sequences) * std::size_t(shape.kv_heads) * std::size_t(choose_.most_chosen())),
+        indices_(std::size_t(sequences) * std::size_t(shape.kv_heads) * std::size_t(choose_.max_chosen())),
         counts_(std::size_t(sequences) * std::size_t(shape.kv_heads)),
         mass_(scorer::adds_mean_value ? std::size_t(sequences) * std::size_t(tokens) * std::size_t(shape.q_heads) : 0),
         scratch_(choose_.workspace_bytes()) {}
 
-  /// What a sequence's plan comes to on the device.
+  /// A sequence's plan for the device.
   static read_plan plan_for(const Recipe& recipe, const stage_plan& plan) {
     return read_plan::fitted_to(recipe.retrieve.planned(plan, View::k_dim).scorer, plan.read);
   }
   /// Throws unless launches can take the plan.
   void require_covered(const read_plan& plan) const { choose_.require_covered(plan); }
 
-  /// `plans`: of the view's sequences, on the device. `index` lacks the newest tokens of the step: the choice takes
+  /// `plans`: of the view's sequences, on the device. `index` lacks the newest tokens of the step: the choice folds
   /// them in.
   template <class Index>
   selection_view choose(const View& view, const read_plan* plans, const Index& index, const rows_view<const T>& q,
@@ -70,15 +70,15 @@ class retrieve_by_pages {
     return chosen();
   }
 
-  /// Bytes that a choice over `n` tokens reads beside the K and V of what is attended: one value per page and chosen
-  /// channel, both extrema where query heads may differ in sign.
+  /// Bytes that a choice over `n` tokens reads beside the K and V of attended tokens: one value per page and chosen
+  /// channel, or both extrema where query heads may differ in sign.
   static offset_t bytes_read(const read_plan& plan, offset_t n) {
     if (n <= plan.read) return 0;  // everything is attended: nothing is estimated
     const offset_t pages = (n + plan.page - 1) / plan.page;
     return pages * plan.channels * (scorer::normalised || plan.page == 1 ? 1 : 2) * offset_t(sizeof(T));
   }
-  /// The most tokens that a plan attends.
-  offset_t most_read(const read_plan& plan) const {
+  /// An upper bound of the tokens that a plan attends.
+  offset_t max_read(const read_plan& plan) const {
     return unit_ == selection_unit::token ? plan.read : offset_t(ceil_div(plan.read, plan.page)) * plan.page;
   }
   const float* mass() const { return mass_.data(); }
@@ -96,12 +96,12 @@ class retrieve_by_pages {
     problem.first_position = first_position;
     problem.rule = rule_;
     problem.out = indices_.data();
-    problem.out_stride = choose_.most_chosen();
+    problem.out_stride = choose_.max_chosen();
     problem.counts = counts_.data();
     problem.mass = mass_.data();
     return problem;
   }
-  selection_view chosen() const { return {indices_.data(), counts_.data(), nullptr, choose_.most_chosen()}; }
+  selection_view chosen() const { return {indices_.data(), counts_.data(), nullptr, choose_.max_chosen()}; }
 
   logit_rule rule_;
   selection_unit unit_;

@@ -1,4 +1,4 @@
-// Which slots a turn's steps may read, on the device: what a filter let through, and what was decoded since.
+// Which slots a turn's steps may read, on the device: those that a filter let through, and those decoded since.
 #pragma once
 
 #include <algorithm>
@@ -21,18 +21,18 @@ namespace detail {
 // How chosen slots become the lists that steps read: copied, with columns that join them; and how many slots lists
 // share.
 
-/// Lists of one layer and one place in the group, row = sequence of the batch * kv_heads + head.
+/// Lists of one layer and one member of the group; row = sequence of the batch * kv_heads + head.
 struct list_rows {
   const offset_t* begins;
   index_t* slots;
   index_t* counts;
   index_t kv_heads;
   const index_t* ids;  // by sequence, of the columns; null: the sequence itself
-  // Query heads whose columns join the list of head h: from h * group + first on, so many.
+  // Query heads whose columns join the list of head h: `joining` of them, from h * group + first on.
   index_t group, first, joining;
 };
 
-/// x: a part of a row, y: a row. A selection without indices is everything.
+/// blockIdx: x a part of a row, y a row. A selection without indices is everything.
 template <int Threads>
 __global__ void __launch_bounds__(Threads) pass_entry(selection_view chosen, list_rows to) {
   wait_for_earlier();
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(Threads) pass_entry(selection_view chosen, lis
   if (blockIdx.x == 0 && threadIdx.x == 0) to.counts[row] = count;
 }
 
-/// The same, joined with columns: a block a row, which goes through the slots 32 * Threads at a time as bits.
+/// The same, joined with columns. A block has a row and goes through its slots, 32 * Threads at a time, as bits.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     pass_joined_entry(selection_view chosen, list_rows to, joined_columns columns) {
@@ -69,16 +69,16 @@ __global__ void __launch_bounds__(Threads)
     taken = end;
     __syncthreads();
     mine = words[thread];
-    index_t at = written + scan.before(__popc(mine));
+    index_t next = written + scan.exclusive_sum(__popc(mine));
     written += scan.total();
-    for (; mine != 0; mine &= mine - 1) out[at++] = (word + thread) * 32 + __ffs(int(mine)) - 1;
+    for (; mine != 0; mine &= mine - 1) out[next++] = (word + thread) * 32 + __ffs(int(mine)) - 1;
     __syncthreads();  // the scan's memory and the words are free again
   }
   if (thread == 0) to.counts[row] = written;
 }
 
-/// Slots that are in any of `lists` ascending lists of each row, and entries that all of them have; the lists' counts
-/// lie `stride` rows apart, and so do the begins. Writes both by id: to [ids, kv_heads].
+/// Counts the slots that are in any of `lists` ascending lists of each row, and the entries of all of them. The lists'
+/// counts and begins lie `stride` rows apart. Writes both by id, to [ids, kv_heads].
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     count_read_entry(list_rows from, index_t lists, offset_t stride, index_t* distinct, index_t* entries) {
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(Threads)
       found += is_new;
     }
   }
-  scan.before(found);
+  scan.exclusive_sum(found);
   const index_t total = scan.total();
   if (threadIdx.x != 0) return;
   const offset_t at = offset_t(from.ids[row / from.kv_heads]) * from.kv_heads + row % from.kv_heads;
@@ -139,12 +139,12 @@ __global__ void __launch_bounds__(Threads) join_entry(step_lists all, index_t to
 
 /// Lists of one head after another, several of each: what is in any of them, by head.
 inline host_vector<host_vector<index_t>> joined_lists(host_vector<host_vector<index_t>> lists, index_t kv_heads) {
-  const std::size_t each = lists.size() / std::size_t(kv_heads);
-  if (each == 1) return lists;
+  const std::size_t per_head = lists.size() / std::size_t(kv_heads);
+  if (per_head == 1) return lists;
   host_vector<host_vector<index_t>> heads;
   heads.resize(std::size_t(kv_heads));
   for (std::size_t i = 0; i < lists.size(); ++i)
-    heads[i / each].insert(heads[i / each].end(), lists[i].begin(), lists[i].end());
+    heads[i / per_head].insert(heads[i / per_head].end(), lists[i].begin(), lists[i].end());
   for (host_vector<index_t>& any : heads) {
     std::sort(any.begin(), any.end());
     any.erase(std::unique(any.begin(), any.end()), any.end());
@@ -152,7 +152,7 @@ inline host_vector<host_vector<index_t>> joined_lists(host_vector<host_vector<in
   return heads;
 }
 
-/// Steps may read everything: the same verbs, and nothing to do.
+/// For recipes whose steps may read everything: the same calls do nothing.
 template <class View>
 class no_candidates {
  public:
@@ -175,7 +175,7 @@ class no_candidates {
   void commit_room(const sequence_layers&, cudaStream_t) {}
   void plan_copy(index_t, index_t) {}
   void commit_copy(index_t, index_t, cudaStream_t) {}
-  void took(sequence_layer, index_t) {}
+  void grew(sequence_layer, index_t) {}
   void join(const step_table&, const id_column<index_t>&, index_t, index_t, cudaStream_t) const {}
   void clear(index_t, cudaStream_t) {}
   void end_lists(sequence_layer, cudaStream_t) {}
@@ -187,15 +187,15 @@ class no_candidates {
 };
 
 /// Ascending slot lists by kv_head of every (layer, sequence), in runs of their own; where query heads choose apart, by
-/// place in the group too. Of K and V nothing is copied. Where lists are chosen again in steps, every head of a run has
-/// as much room as the longest, so that they can be written anew where they lie.
+/// member of the group too. Nothing of K and V is copied. Where steps choose lists anew, every head of a run has as
+/// much room as the longest, so that lists can be overwritten.
 template <class View>
 class candidates {
  public:
   using view_type =
       kv_view<view_element<typename View::encoding_type>, View::k_dim, filtered<decltype(View::table)>, View::v_dim>;
 
-  /// `even`: lists are chosen again in steps.
+  /// `even`: steps choose lists anew.
   candidates(const model_shape& shape, index_t sequences, index_t tokens, index_t members, bool even)
       : layers_(shape.layers),
         order_{sequences},
@@ -211,21 +211,21 @@ class candidates {
         begins_(layers_ * members, sequences, heads_) {}
 
   host_vector<detail::gathered_column> gathered() const { return {counts_.gathered(), begins_.gathered()}; }
-  /// What a list usually has, of a budget: chosen again and again, it grows by what is decoded in between.
+  /// The usual length of a list under a budget. Where steps choose anew, it grows only by the tokens decoded in
+  /// between.
   index_t usual_row(index_t budget) const { return even_ ? budget : 0; }
-  /// Of the longest of a place's lists.
+  /// The bound of an entry's longest list.
   const token_bound& bound(sequence_layer owner, const token_bound&) const { return bounds_[order_.index(owner)]; }
 
   view_type view(sequence_layer owner, const View& all) const {
-    return view(all, counts_.of(list_of(owner, 0)), begins_.of(list_of(owner, 0)));
+    return view(all, counts_.entry(list_of(owner, 0)), begins_.entry(list_of(owner, 0)));
   }
   view_type batch_view(index_t layer, const View& all, index_t member = 0) const {
     const index_t lists = layer * members_ + member;
     return view(all, counts_.batch(lists), begins_.batch(lists));
   }
 
-  /// Plans lists of at most these bounds, for `pass` calls in the same order, of each place's members one after the
-  /// other.
+  /// Plans lists of at most these bounds, for `pass` calls in the same order: each owner's members one after the other.
   void plan_pass(const sequence_layers& owners, const host_vector<kept_bound>& passed) {
     in_one_plan([&] {
       for (std::size_t i = 0; i < owners.size(); ++i) {
@@ -233,7 +233,7 @@ class candidates {
       }
     });
   }
-  /// The slots of each head that a filter lets through when a prompt ends, and the columns that join them.
+  /// Stores the slots of each head that a filter lets through when a prompt ends, and the columns that join them.
   void pass(sequence_layer owner, index_t member, const kept_slots& passed, const joined_columns& columns,
             cudaStream_t stream) {
     const std::size_t run = run_of(owner, member);
@@ -241,11 +241,11 @@ class candidates {
     pool_.adopt(begins(run), stream);
     joined_columns own = columns;
     if (own.bits) own.bits += offset_t(owner.id) * heads_ * group_ * own.words;
-    write(passed.chosen, rows_of(begins(run), counts_.of(list_of(owner, member)), nullptr, member), heads_,
+    write(passed.chosen, rows_of(begins(run), counts_.entry(list_of(owner, member)), nullptr, member), heads_,
           passed.bound.longest, own, stream);
     bounds_[order_.index(owner)] = passed.bound;
   }
-  /// The same for a batch within a step, where the lists lie: recordable.
+  /// The same for a batch within a step, over the old lists. It can be recorded.
   void pass_in_step(index_t layer, index_t member, const step_table& steps, index_t batch, const selection_view& chosen,
                     index_t longest, const joined_columns& columns, cudaStream_t stream) const {
     const index_t lists = layer * members_ + member;
@@ -253,7 +253,7 @@ class candidates {
           columns, stream);
     steps.scatter(counts_, lists, batch, stream);
   }
-  /// Notes for a batch what its lists have before they are chosen again, by id [ids, kv_heads]: slots, each once, and
+  /// Writes for a batch the size of its lists before they are chosen anew, by id [ids, kv_heads]: distinct slots, and
   /// entries.
   void note_read(index_t layer, const step_table& steps, index_t batch, index_t* distinct, index_t* entries,
                  cudaStream_t stream) const {
@@ -263,14 +263,15 @@ class candidates {
         rows_of(begins_.batch(lists), counts_.batch(lists), steps.ids(), 0), members_,
         offset_t(order_.sequences) * heads_, distinct, entries);
   }
-  /// Notes on the host what `pass_in_step` leaves.
+  /// Notes on the host the bounds that `pass_in_step` leaves.
   void passed_in_step(sequence_layer owner, const token_bound& passed) {
     for (index_t m = 0; m < members_; ++m)
-      pool_.took(run_of(owner, m), passed.longest - bounds_[order_.index(owner)].longest);
+      pool_.grew(run_of(owner, m), passed.longest - bounds_[order_.index(owner)].longest);
     bounds_[order_.index(owner)] = passed;
   }
 
-  /// Room for `tokens` more, and where a step chooses again for what it chooses: longest[i] slots a head of owners[i].
+  /// Plans room for `tokens` more. Where a step chooses anew, also for its choice: longest[i] slots a head of
+  /// owners[i].
   void plan_room(const sequence_layers& owners, index_t tokens, const host_vector<index_t>& longest) {
     in_one_plan([&] {
       for (std::size_t i = 0; i < owners.size(); ++i) {
@@ -278,19 +279,19 @@ class candidates {
         const index_t more = (std::max)(tokens, longest.empty() ? 0 : longest[i] - held.longest);
         for (index_t m = 0; m < members_; ++m) {
           const std::size_t run = run_of(owners[i], m);
-          if (pool_.room(run) < more) plan_run(run, held, more);
+          if (pool_.free_rows(run) < more) plan_run(run, held, more);
         }
       }
     });
   }
-  /// Whether what is planned moves lists of other places.
+  /// Whether the plan moves lists of other entries.
   bool moves() const { return pool_.moves(); }
   void abandon() { pool_.abandon(); }
   void commit_room(const sequence_layers& owners, cudaStream_t stream) {
     for (const sequence_layer owner : owners) {
       for (index_t m = 0; m < members_; ++m) {
         const std::size_t run = run_of(owner, m);
-        const index_t* counts = counts_.of(list_of(owner, m));
+        const index_t* counts = counts_.entry(list_of(owner, m));
         if (!lay_out(run, counts, stream)) continue;
         pool_.move(begins(run), counts, bounds_[order_.index(owner)].longest, stream);
         pool_.adopt(begins(run), stream);
@@ -309,23 +310,24 @@ class candidates {
       const token_bound& held = bounds_[order_.index({lists / members_, to})] =
           bounds_[order_.index({lists / members_, from})];
       pool_.copy_run(
-          order_.index({lists, from}), order_.index({lists, to}), counts_.of({lists, from}), held.longest,
+          order_.index({lists, from}), order_.index({lists, to}), counts_.entry({lists, from}), held.longest,
           [&](std::size_t at) { return begins(at); }, stream, even_);
-      copy_on_device(counts_.of({lists, to}), counts_.of({lists, from}), std::size_t(heads_), stream);
+      copy_on_device(counts_.entry({lists, to}), counts_.entry({lists, from}), std::size_t(heads_), stream);
     }
   }
-  void took(sequence_layer owner, index_t tokens) {
+  void grew(sequence_layer owner, index_t tokens) {
     token_bound& held = bounds_[order_.index(owner)];
     held.longest += tokens;
     held.total += offset_t(heads_) * tokens;
-    for (index_t m = 0; m < members_; ++m) pool_.took(run_of(owner, m), tokens);
+    for (index_t m = 0; m < members_; ++m) pool_.grew(run_of(owner, m), tokens);
   }
-  /// A batch's step begins: its tokens, which `lengths` count already, join the candidates of every layer. One launch a
-  /// step.
+  /// Called when a batch's step begins: adds its tokens, which `lengths` count already, to the candidates of every
+  /// layer. One launch a step.
   void join(const step_table& steps, const id_column<index_t>& lengths, index_t batch, index_t tokens,
             cudaStream_t stream) const {
-    const detail::step_lists all{lengths.of({}), begins_.of({}), slots(),          counts_.of({}), counts_.batch(0),
-                                 steps.ids(),    members_,       order_.sequences, heads_};
+    const detail::step_lists all{lengths.entry({}), begins_.entry({}), slots(),
+                                 counts_.entry({}), counts_.batch(0),  steps.ids(),
+                                 members_,          order_.sequences,  heads_};
     detail::join_entry<32><<<dim3(unsigned(batch), unsigned(layers_ * members_)), 32, 0, stream>>>(all, tokens);
     check(cudaGetLastError(), "launch of join");
   }
@@ -333,12 +335,12 @@ class candidates {
   void clear(index_t id, cudaStream_t stream) {
     for (index_t layer = 0; layer < layers_; ++layer) end_lists({layer, id}, stream);
   }
-  /// A turn's prompt has begun: a layer's lists are those of the turn before, and go.
+  /// Called when a turn's prompt has begun: releases a layer's lists, which are those of the previous turn.
   void end_lists(sequence_layer owner, cudaStream_t stream) {
     bounds_[order_.index(owner)] = {};
     for (index_t m = 0; m < members_; ++m) {
       pool_.clear(run_of(owner, m));
-      check(cudaMemsetAsync(counts_.of(list_of(owner, m)), 0, std::size_t(heads_) * sizeof(index_t), stream),
+      check(cudaMemsetAsync(counts_.entry(list_of(owner, m)), 0, std::size_t(heads_) * sizeof(index_t), stream),
             "cudaMemsetAsync");
     }
   }
@@ -348,8 +350,8 @@ class candidates {
     return rows * pool_.row_bytes();
   }
 
-  /// Row kv_head * members + place in the group; of a store that drops nothing, slots are positions. Without lists, as
-  /// while a prompt comes in, all that is stored. Synchronises.
+  /// Positions by row, row = kv_head * members + member of the group. Such a store drops nothing, so slots are
+  /// positions. Without lists, as during a prompt, all stored positions. Synchronises.
   template <class Store>
   host_vector<host_vector<index_t>> downloaded_lists(sequence_layer owner, const Store& store) const {
     host_vector<host_vector<index_t>> all(std::size_t(heads_ * members_));
@@ -359,8 +361,8 @@ class candidates {
       return all;
     }
     for (index_t m = 0; m < members_; ++m) {
-      const auto counts = downloaded(counts_.of(list_of(owner, m)), std::size_t(heads_));
-      const auto first = downloaded(begins_.of(list_of(owner, m)), std::size_t(heads_));
+      const auto counts = downloaded(counts_.entry(list_of(owner, m)), std::size_t(heads_));
+      const auto first = downloaded(begins_.entry(list_of(owner, m)), std::size_t(heads_));
       for (std::size_t h = 0; h < counts.size(); ++h) {
         all[h * std::size_t(members_) + std::size_t(m)] = downloaded(slots() + first[h], std::size_t(counts[h]));
       }
@@ -369,12 +371,12 @@ class candidates {
   }
 
  private:
-  /// The run of one place in the group.
+  /// The list of one member of the group.
   sequence_layer list_of(sequence_layer owner, index_t member) const {
     return {owner.layer * members_ + member, owner.id};
   }
   std::size_t run_of(sequence_layer owner, index_t member) const { return order_.index(list_of(owner, member)); }
-  offset_t* begins(std::size_t run) const { return begins_.of(order_.owner(run)); }
+  offset_t* begins(std::size_t run) const { return begins_.entry(order_.owner(run)); }
   index_t* slots() const { return pool_.plane_data<index_t>(0); }
 
   template <class Plan>

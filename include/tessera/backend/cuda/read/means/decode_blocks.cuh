@@ -26,9 +26,8 @@ struct segment_limits {
 /// Reads `tokens` packed rows of each kv_head, rounded up to whole blocks, the first and the last block of the sequence
 /// among them, and all whole rows; one choice over all segments of a (sequence, kv_head).
 ///
-/// Where segments' blocks are alike the number of blocks that are read is known before. Else as many are chosen as
-/// might be needed, and trimmed to the tokens. Of those that follow, `run` is all; `choose` and `attend` are its
-/// halves.
+/// Where all segments have blocks of one size, the number of blocks that are read is known in advance. Else as many are
+/// chosen as might be needed, and trimmed to the tokens. `run` does both `choose` and `attend`.
 /// Errors   before the launch: a budget under two blocks, more rows than it was made for.
 /// Cost     five launches (queries, scores, choice, attention, merge), and one where blocks differ. Recordable: lengths
 ///          are read on the device.
@@ -37,28 +36,28 @@ class decode_blocks {
   using T = typename View::element_type;
 
  public:
-  /// `capacity`: the most packed rows of a (sequence, kv_head) that may come.
+  /// `capacity`: an upper bound of the packed rows of a (sequence, kv_head).
   decode_blocks(const block_mean& scorer, const whole_blocks& selector, index_t tokens, index_t sequences,
-                index_t kv_heads, index_t q_heads, index_t step_tokens, index_t capacity, index_t most_segments,
+                index_t kv_heads, index_t q_heads, index_t step_tokens, index_t capacity, index_t max_segments,
                 const segment_limits& limits, const device_info& device)
       : scorer_(scorer),
         block_(checked_block(selector, tokens)),
         tokens_(tokens),
         lanes_(sequences * kv_heads),
-        most_segments_(most_segments),
+        max_segments_(max_segments),
         // Segments begin with new blocks, so that each may have one that is not whole.
-        capacity_((ceil_div(capacity, limits.least_block) + most_segments + 3) / 4 * 4),
+        capacity_((ceil_div(capacity, limits.least_block) + max_segments + 3) / 4 * 4),
         read_((std::min)(limits.alike ? ceil_div(tokens, block_)
-                                    : trim_blocks<View>::most_chosen(tokens, limits.least_block, most_segments),
-                       capacity_)),
-        rotate_(sequences, kv_heads, q_heads, step_tokens, most_segments),
-        score_(capacity_, most_segments),
+                                      : trim_blocks<View>::max_chosen(tokens, limits.least_block, max_segments),
+                         capacity_)),
+        rotate_(sequences, kv_heads, q_heads, step_tokens, max_segments),
+        score_(capacity_, max_segments),
         select_(top_tokens{}, lanes_, capacity_, device, read_),
-        attend_(sequences, kv_heads, q_heads, step_tokens, most_segments, limits.k, limits.v, device) {
-    if (!limits.alike) trim_.emplace(lanes_, read_, most_segments, device);
+        attend_(sequences, kv_heads, q_heads, step_tokens, max_segments, limits.k, limits.v, device) {
+    if (!limits.alike) trim_.emplace(lanes_, read_, max_segments, device);
   }
 
-  std::size_t workspace_bytes() const { return place(7); }
+  std::size_t workspace_bytes() const { return offset(7); }
 
   void run(packed_problem<View, Out> problem, void* workspace, cudaStream_t stream) const {
     const rotated_rows rotated = choose(problem, workspace, stream);
@@ -67,36 +66,36 @@ class decode_blocks {
   /// Sets the problem's `chosen`, `unit` and `chosen_begins`; they lie in the workspace.
   rotated_rows choose(packed_problem<View, Out>& problem, void* workspace, cudaStream_t stream) const {
     const rotated_rows rotated = rotate(problem, workspace, stream);
-    auto* scores = at<float>(workspace, 2);
-    auto* units = at<index_t>(workspace, 4);
+    auto* scores = array<float>(workspace, 2);
+    auto* units = array<index_t>(workspace, 4);
     score_.run(problem.view, rotated, scorer_, scores, capacity_, units, stream);
     select_problem select;
     select.scores = scores, select.score_stride = capacity_;
     select.n = {units};
     select.keep = {nullptr, read_};
     select.tail = {nullptr, 0};
-    select.out = at<index_t>(workspace, 3), select.out_stride = read_;
+    select.out = array<index_t>(workspace, 3), select.out_stride = read_;
     select.counts = units + lanes_;
     select.rows = problem.view.whole.sequences * problem.view.whole.kv_heads;
     select_.run(select, nullptr, stream);
     problem.chosen = select.chosen();
     problem.unit = trim_ ? 0 : block_;
-    problem.chosen_begins = trim_ ? at<index_t>(workspace, 5) : nullptr;
+    problem.chosen_begins = trim_ ? array<index_t>(workspace, 5) : nullptr;
     if (trim_) {
       trim_->run(
-          {problem.view, scores, capacity_, tokens_, select.out, read_, select.counts, at<index_t>(workspace, 5)},
-          at<unsigned char>(workspace, 6), stream);
+          {problem.view, scores, capacity_, tokens_, select.out, read_, select.counts, array<index_t>(workspace, 5)},
+          array<unsigned char>(workspace, 6), stream);
     }
     return rotated;
   }
   rotated_rows rotate(const packed_problem<View, Out>& problem, void* workspace, cudaStream_t stream) const {
-    void* attending = at<unsigned char>(workspace, 0);
-    return rotate_.run(problem.view, problem.q, at<unsigned char>(workspace, 1), attend_.part_segments(attending),
+    void* attending = array<unsigned char>(workspace, 0);
+    return rotate_.run(problem.view, problem.q, array<unsigned char>(workspace, 1), attend_.part_segments(attending),
                        attend_.parts(), stream);
   }
   void attend(const packed_problem<View, Out>& problem, const rotated_rows& rotated, void* workspace,
               cudaStream_t stream) const {
-    attend_.run(problem, rotated, at<unsigned char>(workspace, 0), stream);
+    attend_.run(problem, rotated, array<unsigned char>(workspace, 0), stream);
   }
 
  private:
@@ -105,28 +104,28 @@ class decode_blocks {
     selector.check_budget("budget", tokens);
     return selector.block;
   }
-  /// Where array i begins: attention's, rotated queries, scores, chosen blocks, their numbers, where segments begin
-  /// among them, and what trims them.
-  std::size_t place(int i) const {
+  /// Where array i of the workspace begins, in bytes. The arrays: attention's, rotated queries, scores, chosen blocks,
+  /// their numbers, where segments begin among them, and the trimming's.
+  std::size_t offset(int i) const {
     const std::size_t lanes = std::size_t(lanes_);
     const std::size_t bytes[] = {attend_.workspace_bytes(),
                                  rotate_.workspace_bytes(),
                                  array_bytes<float>(lanes * std::size_t(capacity_)),
                                  array_bytes<index_t>(lanes * std::size_t(read_)),
                                  array_bytes<index_t>(2 * lanes),
-                                 trim_ ? array_bytes<index_t>(lanes * std::size_t(most_segments_ + 1)) : 0,
+                                 trim_ ? array_bytes<index_t>(lanes * std::size_t(max_segments_ + 1)) : 0,
                                  trim_ ? trim_->workspace_bytes() : 0};
     std::size_t begin = 0;
     for (int j = 0; j < i; ++j) begin += padded(bytes[j]);
     return begin;
   }
   template <class X>
-  X* at(void* workspace, int i) const {
-    return reinterpret_cast<X*>(static_cast<unsigned char*>(workspace) + place(i));
+  X* array(void* workspace, int i) const {
+    return reinterpret_cast<X*>(static_cast<unsigned char*>(workspace) + offset(i));
   }
 
   block_mean scorer_;
-  index_t block_, tokens_, lanes_, most_segments_, capacity_, read_;
+  index_t block_, tokens_, lanes_, max_segments_, capacity_, read_;
   rotate_queries<View> rotate_;
   score_blocks<View, Tile> score_;
   select_slots<top_tokens> select_;

@@ -1,4 +1,4 @@
-// Scores by what is stored, on the GPU: one pass over keys or values, one more where rows are compared with their mean.
+// Scores by stored keys or values, on the GPU: one pass, or two where rows are compared with their mean.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace detail {
 
 inline constexpr int contents_threads = 256, contents_chunk = 8;
 
-/// Keys or values of a view as neighbouring lanes read them: eight channels each, a row together.
+/// Keys or values of a view as neighbouring lanes read them: together they read a row, eight channels each.
 template <class View, bool Keys, int Threads = contents_threads>
 struct stored_chunks {
   using stored = typename View::encoding_type::stored_type;
@@ -25,12 +25,12 @@ struct stored_chunks {
   static constexpr int at_once = sizeof(stored) == 4 ? 2 : 4;  // rows that a lane has in flight
   static constexpr index_t tile = rows * at_once;              // neighbouring slots that a block has in flight
 
-  /// What a lane holds of a slot's row before anything is done with it.
+  /// A lane's part of a slot's row, as it is stored.
   struct raw {
     alignas(16) stored element[contents_chunk];
     float scale;
   };
-  /// Lanes without channels, and rows that are not there, get zeros.
+  /// Loads a lane's part of a row. Lanes without channels, and rows that do not exist, get zeros.
   __device__ static void fetch(const View& view, index_t b, index_t h, index_t slot, bool aligned, int lane, bool there,
                                raw& to) {
     to.scale = 1;
@@ -65,8 +65,8 @@ struct stored_chunks {
     return View::encoding_type::scaled ? float(chunk.element[d]) * chunk.scale : float(chunk.element[d]);
   }
 
-  /// What the channels of rows add up to: of row `lane % at_once`, which the lane is in charge of. `anchor`: this
-  /// lane's channels, or null.
+  /// Sums over the channels of rows. A lane returns the sums of row `lane % at_once`. `anchor`: this lane's channels,
+  /// or null.
   template <class Scorer>
   __device__ static void measure(const Scorer& scorer, const raw (&chunk)[at_once], const float* anchor, int lane,
                                  float (&sums)[Scorer::measures]) {
@@ -85,9 +85,8 @@ struct stored_chunks {
     for (int m = 0; m < Scorer::measures; ++m) sums[m] = lanes_sums<lanes>(parts[m], lane);
   }
 
-  /// Calls see(first, chunk) for a block's share of the tiles of a row of the batch; all lanes meet in it. chunk[u] is
-  /// of slot first + u, and zeros where that is not there. Tiles are `Backwards`, so that what was read last is read
-  /// first.
+  /// Calls see(first, chunk) for a block's share of the tiles of a row of the batch. All lanes call it. chunk[u] is of
+  /// slot first + u, or zeros where that slot does not exist. `Backwards`: tiles that were read last come first.
   template <bool Backwards, class See>
   __device__ static void each_tile(const View& view, index_t b, index_t h, index_t length, bool aligned,
                                    const See& see) {
@@ -110,7 +109,7 @@ struct anchor_partials {
   float* anchors;    // [rows, dim]
 };
 
-/// x a share of the slots, y a (sequence, kv_head). Rows that are not finite have no part in the mean.
+/// blockIdx: x a share of the slots, y a (sequence, kv_head). Rows that are not finite are left out of the mean.
 template <class View, class Scorer, bool Keys>
 __global__ void __launch_bounds__(contents_threads)
     sum_rows_entry(const __grid_constant__ View view, Scorer scorer, bool aligned, anchor_partials out) {
@@ -160,7 +159,7 @@ __global__ void __launch_bounds__(contents_threads)
   }
 }
 
-/// A block a row: the mean of each channel, in the same order every time.
+/// Computes the mean of each channel, in the same order every time. A block has a row.
 template <int Threads, int Dim>
 __global__ void __launch_bounds__(Threads) mean_rows_entry(anchor_partials out, index_t blocks) {
   constexpr int shares = Threads / Dim;
@@ -188,7 +187,7 @@ __global__ void __launch_bounds__(Threads) mean_rows_entry(anchor_partials out, 
   out.anchors[row * Dim + d] = counted ? float(sum / double(counted)) : 0.0f;
 }
 
-/// The rows of an anchored scorer have been read before, the last of them last: they may still be near.
+/// An anchored scorer has read the rows before, the last ones last: those may still be in the L2.
 template <class View, class Scorer, bool Keys>
 __global__ void __launch_bounds__(contents_threads)
     score_contents_entry(const __grid_constant__ View view, Scorer scorer, bool aligned, const float* anchors,
@@ -214,8 +213,8 @@ __global__ void __launch_bounds__(contents_threads)
 
 }  // namespace detail
 
-/// Writes the scores of all stored slots of a batch: the device's cpu::score_contents, to rounding; the same bits in
-/// every call.
+/// Writes the scores of all stored slots of a batch: the device's cpu::score_contents, to rounding. Every call gives
+/// the same bits.
 /// Shapes   scores [rows, row_stride], row = sequence * kv_heads + head.
 /// Workspace  for an anchored scorer: sums by block, and the means.   Cost  one read of what the scorer reads, 16 bytes
 /// at a time where rows are 16-byte aligned; two reads for an anchored scorer.
@@ -225,7 +224,7 @@ class score_contents {
   using chunks = detail::stored_chunks<View, keys>;
 
  public:
-  /// `capacity`: the most tokens of a row.
+  /// `capacity`: an upper bound of a row's tokens.
   score_contents(index_t rows, index_t capacity) : rows_(rows) {
     require(rows >= 1 && rows <= 65535, "sequences * kv_heads", rows, "1 to 65535", "split the batch");
     blocks_ = std::clamp(ceil_div(capacity, 4 * chunks::tile), 1, (std::max)(1, 2048 / rows));

@@ -12,8 +12,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// Partitions of 128 plain rows beside the next ones, on the GPU: each warp has its columns of all rows, so that what
-// they are scaled by stays within a warp, and a partition takes one barrier.
+// Partitions of 128 plain rows beside the next ones, on the GPU. Each warp has its columns of all rows, so that their
+// scales stay within a warp, and a partition takes one barrier.
 
 namespace detail {
 
@@ -28,19 +28,19 @@ struct lagged_columns {
   using extremes = lane_extremes<chunks>;
   using cell = typename extremes::cell;
   static constexpr int dim = View::k_dim, lag = 128, warps = lagged_threads / 32;
-  /// Elements of 16 bits, rows of 8 or 16 chunks of 16 bytes, K and V alike, side by side.
+  /// Whether it can be used: elements of 16 bits, rows of 8 or 16 chunks of 16 bytes, K and V alike, side by side.
   static constexpr bool possible = View::is_raw && sizeof(stored) == 2 && (dim == 64 || dim == 128) &&
                                    View::v_dim == dim &&
                                    std::is_same_v<std::remove_cvref_t<decltype(View::table)>, contiguous>;
 
   static constexpr int of_warp = dim / contents_chunk / warps;  // chunks of a row that a warp has
-  static constexpr int rows = 32 / of_warp;    // that a warp's lanes have at a time
-  static constexpr int each = lag / rows;      // rows that a lane has in all
-  static constexpr int kept = each / of_warp;  // rows whose sums a lane hands on
+  static constexpr int rows = 32 / of_warp;                     // of a warp's lanes at a time
+  static constexpr int lane_rows = lag / rows;                  // rows of a lane in all
+  static constexpr int lane_sums = lane_rows / of_warp;         // rows whose sums a lane passes on
   static constexpr staged_rows layout{dim / contents_chunk};
   static constexpr int shared_bytes = 2 * lag * layout.bytes();
 
-  /// What warps tell each other.
+  /// What warps exchange.
   struct memory_type {
     float2 sums[2][warps][lag + 2];  // of a partition's rows; halves of the warps lie in other banks
     alignas(16) float2 scales[warps][of_warp][contents_chunk];
@@ -53,7 +53,8 @@ struct lagged_columns {
   memory_type& memory;
   int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
 
-  /// Begins to bring a partition to where the one two before it was: `count` + 1 of keys, then as many of values.
+  /// Begins to copy a partition over the one two before it: first `count` + 1 partitions of keys, then as many of
+  /// values.
   __device__ void bring(index_t q) const {
     constexpr int at_once = lagged_threads / layout.chunks;
     const int chunk = int(threadIdx.x) % layout.chunks, row = int(threadIdx.x) / layout.chunks;
@@ -61,18 +62,18 @@ struct lagged_columns {
     const offset_t token = keys ? view.k_strides.token : view.v_strides.token;
     const stored* from = (keys ? view.key(b, h, 0) : view.value(b, h, 0)) +
                          token * (first + (keys ? q : q - count - 1) * lag + row) + chunk * contents_chunk;
-    std::uint32_t to = staged + std::uint32_t(q % 2 * lag * layout.bytes()) + staged_rows{layout}.place(row, chunk);
+    std::uint32_t to = staged + std::uint32_t(q % 2 * lag * layout.bytes()) + staged_rows{layout}.offset(row, chunk);
 #pragma unroll
     for (int i = 0; i < lag / at_once; ++i, from += token * at_once, to += at_once * layout.bytes())
       copy_async16(to, from, true);
     commit_copies();
   }
-  /// The lane's chunk of rows lane % rows, and so on every `rows`.
-  __device__ void take(index_t q, raw (&to)[each]) const {
-    const unsigned char* from =
-        staged_at + q % 2 * lag * layout.bytes() + staged_rows{layout}.place(lane % rows, warp * of_warp + lane / rows);
+  /// Loads the lane's chunk of rows lane % rows, lane % rows + rows, and so on.
+  __device__ void load(index_t q, raw (&to)[lane_rows]) const {
+    const unsigned char* from = staged_at + q % 2 * lag * layout.bytes() +
+                                staged_rows{layout}.offset(lane % rows, warp * of_warp + lane / rows);
 #pragma unroll
-    for (int u = 0; u < each; ++u) {
+    for (int u = 0; u < lane_rows; ++u) {
       *reinterpret_cast<uint4*>(to[u].element) = *reinterpret_cast<const uint4*>(from + u * rows * layout.bytes());
       to[u].scale = 1;
     }
@@ -83,15 +84,16 @@ struct lagged_columns {
   __device__ static std::uint32_t least_of(std::uint32_t x, std::uint32_t y) {
     return bits_of(extremes::least(cell_of(x), cell_of(y)));
   }
-  /// What the lane's channels are scaled by, from a partition's rows: lanes of a chunk halve what they compare until
-  /// each has one channel.
+  /// Finds the scales of the lane's channels from a partition's rows. Lanes of a chunk halve the channels that they
+  /// compare until each has one.
   template <class Scorer>
-  __device__ void find_scales(const raw (&next)[each], const Scorer& scorer, channel_scale (&scales)[contents_chunk]) {
+  __device__ void find_scales(const raw (&next)[lane_rows], const Scorer& scorer,
+                              channel_scale (&scales)[contents_chunk]) {
     extremes seen;
 #pragma unroll
     for (int w = 0; w < extremes::cells; ++w) seen.low[w] = seen.both(infinity), seen.high[w] = seen.both(-infinity);
 #pragma unroll
-    for (int u = 0; u < each; ++u) seen.see(next[u]);
+    for (int u = 0; u < lane_rows; ++u) seen.see(next[u]);
     // Pairs of elements as bits: where i is odd, of cell i / 2 negated.
     std::uint32_t least[contents_chunk];
 #pragma unroll
@@ -121,13 +123,13 @@ struct lagged_columns {
       scales[d] = {two.x, two.y}, scales[d + 1] = {two.z, two.w};
     }
   }
-  /// Hands on what the warp's channels of each row add up to.
+  /// Stores the sums over the warp's channels of each row.
   template <class Scorer>
-  __device__ void add_up(index_t q, const raw (&held)[each], const Scorer& scorer,
+  __device__ void add_up(index_t q, const raw (&held)[lane_rows], const Scorer& scorer,
                          const channel_scale (&scales)[contents_chunk]) {
-    float2 sums[each];
+    float2 sums[lane_rows];
 #pragma unroll
-    for (int u = 0; u < each; ++u) {
+    for (int u = 0; u < lane_rows; ++u) {
       float own[2] = {};
 #pragma unroll
       for (int d = 0; d < contents_chunk; ++d) scorer.measure(chunks::value(held[u], d), scales[d], own);
@@ -136,18 +138,18 @@ struct lagged_columns {
     int begin = lane % rows;
     if constexpr (of_warp == 2) {
       const bool upper = lane & rows;
-      begin += upper ? kept * rows : 0;
+      begin += upper ? lane_sums * rows : 0;
 #pragma unroll
-      for (int i = 0; i < kept; ++i) {
-        const float2 given = upper ? sums[i] : sums[i + kept], own = upper ? sums[i + kept] : sums[i];
+      for (int i = 0; i < lane_sums; ++i) {
+        const float2 given = upper ? sums[i] : sums[i + lane_sums], own = upper ? sums[i + lane_sums] : sums[i];
         sums[i].x = own.x + __shfl_xor_sync(~0u, given.x, rows);
         sums[i].y = own.y + __shfl_xor_sync(~0u, given.y, rows);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kept; ++i) memory.sums[q % 2][warp][begin + i * rows] = sums[i];
+    for (int i = 0; i < lane_sums; ++i) memory.sums[q % 2][warp][begin + i * rows] = sums[i];
   }
-  /// Writes the spreads of a partition whose sums are there; two lanes a row.
+  /// Writes the spreads of a partition from its sums; two lanes a row.
   template <class Scorer>
   __device__ void finish(index_t q, const Scorer& scorer, float* of_keys, float* of_values) const {
     const int row = int(threadIdx.x) / 2, half = lane % 2 * (warps / 2);
@@ -172,21 +174,21 @@ struct lagged_columns {
     bring(1);
     wait_copies<1>();
     __syncthreads();
-    raw held[each], next[each];
-    take(0, held);
+    raw held[lane_rows], next[lane_rows];
+    load(0, held);
     for (index_t q = 0; q < last; ++q) {
       wait_copies<0>();
       __syncthreads();  // q + 1 is there, q has been taken, and the sums of q - 1 have been written
       if (q + 2 <= last) bring(q + 2);
       if (q > 0 && q != count + 1) finish(q - 1, scorer, of_keys, of_values);
-      take(q + 1, next);
+      load(q + 1, next);
       if (q != count) {  // between keys and values nothing is measured
         channel_scale scales[contents_chunk];
         find_scales(next, scorer, scales);
         add_up(q, held, scorer, scales);
       }
 #pragma unroll
-      for (int u = 0; u < each; ++u) held[u] = next[u];
+      for (int u = 0; u < lane_rows; ++u) held[u] = next[u];
     }
     __syncthreads();
     finish(last - 1, scorer, of_keys, of_values);
@@ -258,11 +260,11 @@ __device__ void measure_spreads(const View& view, const Scorer& scorer, index_t 
   for (index_t p = 0; p < lagged_ahead; ++p) all.bring(p, p <= count);
   typename partitions::raw held[at_once], next[at_once];
   wait_copies<lagged_ahead - 1>();
-  all.take(0, held);
+  all.load(0, held);
   all.bring(lagged_ahead, lagged_ahead <= count);
   for (index_t p = 0; p < count; ++p, spreads += all.lag()) {
     wait_copies<lagged_ahead - 1>();
-    all.take(p + 1, next);
+    all.load(p + 1, next);
     extremes seen;
 #pragma unroll
     for (int w = 0; w < extremes::cells; ++w) seen.low[w] = seen.both(infinity), seen.high[w] = seen.both(-infinity);
@@ -286,7 +288,7 @@ __device__ void measure_spreads(const View& view, const Scorer& scorer, index_t 
   }
 }
 
-/// x runs of `run` partitions, y a (sequence, kv_head). `scratch` [rows, 2, capacity].
+/// blockIdx: x runs of `run` partitions, y a (sequence, kv_head). `scratch` [rows, 2, capacity].
 template <class View, class Scorer>
 __global__ void __launch_bounds__(lagged_threads, lagged_blocks)
     score_lagged_entry(const __grid_constant__ View view, Scorer scorer, bool keys_aligned, bool values_aligned,

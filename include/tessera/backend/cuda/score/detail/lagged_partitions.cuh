@@ -1,5 +1,4 @@
-// Partitions of rows on the GPU, as a scorer beside the tokens behind reads them: on their way, their extremes, and
-// their scales.
+// Partitions of rows on the GPU, as a scorer beside the tokens behind reads them: their copies, extremes and scales.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,21 +14,20 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Partitions that are on their way to a block, beside the two that its threads hold. Measured when this read
+/// Partitions that are being copied for a block, beside the two that its threads hold. Measured when this read
 /// partitions of 128 rows too: three on their way take as long, 512 threads or three blocks spill, and 512 threads
 /// whose rows rest in shared memory and are read twice take 195 us in place of 176 (8 x 128K; H200, CUDA 13.0).
 inline constexpr index_t lagged_ahead = 2;
 inline constexpr int lagged_threads = 256, lagged_blocks = 2;
 
-/// The smallest and the largest finite element of a lane's channels, over the rows that it has seen, in cells of one
-/// channel.
+/// The smallest and the largest finite element of a lane's channels over its rows so far, in cells of one channel.
 template <class Chunks>
 struct lane_extremes {
   using cell = float;
   static constexpr int width = 1, cells = contents_chunk;
   __device__ static cell both(float x) { return x; }
   __device__ static cell least(cell x, cell y) { return fminf(x, y); }
-  __device__ static cell most(cell x, cell y) { return fmaxf(x, y); }
+  __device__ static cell largest(cell x, cell y) { return fmaxf(x, y); }
   __device__ static float part(cell x, int) { return x; }
 
   cell low[cells], high[cells];
@@ -55,7 +53,7 @@ requires(sizeof(typename Chunks::stored) == 2) struct lane_extremes<Chunks> {
     }
   }
   __device__ static cell least(cell x, cell y) { return __hmin2(x, y); }
-  __device__ static cell most(cell x, cell y) { return __hmax2(x, y); }
+  __device__ static cell largest(cell x, cell y) { return __hmax2(x, y); }
   __device__ static float part(cell x, int i) { return i ? __high2float(x) : __low2float(x); }
 
   cell low[cells], high[cells];
@@ -80,8 +78,8 @@ struct partition_scales {
   alignas(16) cell lows[warps][row], highs[warps][row];
   channel_scale scales[contents_chunk][Chunks::chunks];
 
-  /// Makes scales of what all lanes have seen; two barriers. Extremes are written again behind the second one, scales
-  /// behind the next first one.
+  /// Makes scales of the extremes of all lanes; two barriers. The second one ends the use of extremes, the first one of
+  /// the next call that of scales.
   template <class Scorer>
   __device__ void join(extremes& seen, const Scorer& scorer) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -90,7 +88,7 @@ struct partition_scales {
 #pragma unroll
       for (int step = Chunks::lanes; step < 32; step *= 2) {
         seen.low[w] = extremes::least(seen.low[w], __shfl_xor_sync(~0u, seen.low[w], step));
-        seen.high[w] = extremes::most(seen.high[w], __shfl_xor_sync(~0u, seen.high[w], step));
+        seen.high[w] = extremes::largest(seen.high[w], __shfl_xor_sync(~0u, seen.high[w], step));
       }
       if (lane >= Chunks::chunks) continue;
       lows[warp][lane * extremes::cells + w] = seen.low[w];
@@ -100,7 +98,8 @@ struct partition_scales {
     for (int c = threadIdx.x; c < row; c += lagged_threads) {
       cell low = lows[0][c], high = highs[0][c];
 #pragma unroll
-      for (int w = 1; w < warps; ++w) low = extremes::least(low, lows[w][c]), high = extremes::most(high, highs[w][c]);
+      for (int w = 1; w < warps; ++w)
+        low = extremes::least(low, lows[w][c]), high = extremes::largest(high, highs[w][c]);
 #pragma unroll
       for (int i = 0; i < extremes::width; ++i) {
         const int d = c * extremes::width + i;
@@ -111,9 +110,9 @@ struct partition_scales {
   }
 };
 
-/// Rows of partitions on their way to the threads that measure them: each thread has places of its own in shared
-/// memory, for `at_once` rows of a partition, and nobody else reads them. The rows of longer partitions are read where
-/// they lie.
+/// Copies rows of partitions to the threads that measure them. Each thread has chunks of its own in shared memory, for
+/// `at_once` rows of a partition, and no other thread reads them. Further rows of longer partitions are read from
+/// device memory.
 template <class View, bool Keys>
 class partition_rows {
  public:
@@ -122,10 +121,10 @@ class partition_rows {
   using raw = typename chunks::raw;
   static constexpr int rows = chunks::rows, at_once = (sizeof(stored) == 4 ? 1024 : 2048) / lagged_threads,
                        few = at_once < 4 ? at_once : 4, staged = rows * at_once;
-  struct place {
+  struct staged_chunk {
     alignas(8 * sizeof(stored) < 16 ? 8 : 16) stored element[contents_chunk];
   };
-  static constexpr int shared_bytes = lagged_ahead * at_once * lagged_threads * int(sizeof(place));
+  static constexpr int shared_bytes = lagged_ahead * at_once * lagged_threads * int(sizeof(staged_chunk));
 
   __device__ partition_rows(const View& view, index_t b, index_t h, index_t first, index_t lag, bool aligned,
                             void* shared)
@@ -135,14 +134,13 @@ class partition_rows {
         first_(first),
         lag_(lag),
         aligned_(aligned),
-        places_(static_cast<place*>(shared) + threadIdx.x),
+        staged_chunks_(static_cast<staged_chunk*>(shared) + threadIdx.x),
         origin_(origin(view, b, h)) {}
 
-  /// Begins to bring a partition, where there is one, to the places of the one `lagged_ahead` before it, which has been
-  /// taken.
+  /// Begins to copy a partition, where there is one, over the one `lagged_ahead` before it, which has been loaded.
   __device__ void bring(index_t partition, bool there) {
     if (there && lane() < chunks::chunks) {
-      place* to = &place_of(partition, 0);
+      staged_chunk* to = &chunk_of(partition, 0);
       if (side_by_side && aligned_) {
         // One address, and the same step from row to row: to find each anew took a quarter of all instructions.
         const offset_t token = Keys ? view_.k_strides.token : view_.v_strides.token;
@@ -160,23 +158,23 @@ class partition_rows {
     }
     commit_copies();
   }
-  /// The lane's rows u * rows + group of a partition that has arrived; what lies behind its end is arbitrary.
-  __device__ void take(index_t partition, raw (&to)[at_once]) const {
+  /// Loads the lane's rows u * rows + group of a partition that has arrived. Rows behind its end are arbitrary.
+  __device__ void load(index_t partition, raw (&to)[at_once]) const {
 #pragma unroll
     for (int u = 0; u < at_once; ++u) {
-      const place& from = place_of(partition, u);
+      const staged_chunk& from = chunk_of(partition, u);
 #pragma unroll
       for (int d = 0; d < contents_chunk; ++d) to[u].element[d] = from.element[d];
       to[u].scale = 1;
       if constexpr (View::encoding_type::scaled) {
         if (!holds(u * rows + group())) continue;
-        const index_t of = slot(partition, u * rows);
-        to[u].scale = Keys ? view_.key_scale(b_, h_, of) : view_.value_scale(b_, h_, of);
+        const index_t slot_of_row = slot(partition, u * rows);
+        to[u].scale = Keys ? view_.key_scale(b_, h_, slot_of_row) : view_.value_scale(b_, h_, slot_of_row);
       }
     }
   }
-  /// Calls see(base, chunk) for the lane's rows base + u * rows + group of a partition that places do not hold; zeros
-  /// behind its end. All lanes meet in it.
+  /// Calls see(base, chunk) for the lane's rows base + u * rows + group of a partition that are not in shared memory;
+  /// zeros behind its end. All lanes call it.
   template <class See>
   __device__ void each_other(index_t partition, const See& see) const {
     for (index_t base = staged; base < lag_; base += rows * few) {
@@ -205,10 +203,10 @@ class partition_rows {
     }
   }
   __device__ index_t slot(index_t partition, index_t row) const { return first_ + partition * lag() + row + group(); }
-  __device__ place& place_of(index_t partition, int u) const {
-    return places_[(partition % lagged_ahead * at_once + u) * lagged_threads];
+  __device__ staged_chunk& chunk_of(index_t partition, int u) const {
+    return staged_chunks_[(partition % lagged_ahead * at_once + u) * lagged_threads];
   }
-  __device__ void bring_row(index_t from, place& to) const {
+  __device__ void bring_row(index_t from, staged_chunk& to) const {
     if (!aligned_) {
       raw chunk;
       chunks::fetch(view_, b_, h_, from, false, lane(), true, chunk);
@@ -218,10 +216,10 @@ class partition_rows {
     }
     copy_row((Keys ? view_.key(b_, h_, from) : view_.value(b_, h_, from)) + lane() * contents_chunk, to);
   }
-  __device__ static void copy_row(const stored* row, place& to) {
-    constexpr int step = sizeof(place) < 16 ? 4 : 16;
+  __device__ static void copy_row(const stored* row, staged_chunk& to) {
+    constexpr int step = sizeof(staged_chunk) < 16 ? 4 : 16;
 #pragma unroll
-    for (int i = 0; i < int(sizeof(place)); i += step) {
+    for (int i = 0; i < int(sizeof(staged_chunk)); i += step) {
       const auto* source = reinterpret_cast<const unsigned char*>(row) + i;
       const std::uint32_t target = shared_address(&to) + std::uint32_t(i);
       step == 4 ? copy_async4(target, source) : copy_async16(target, source, true);
@@ -231,7 +229,7 @@ class partition_rows {
   const View& view_;
   index_t b_, h_, first_, lag_;
   bool aligned_;
-  place* places_;
+  staged_chunk* staged_chunks_;
   const stored* origin_;  // the lane's part of slot 0, where slots are side by side
 };
 

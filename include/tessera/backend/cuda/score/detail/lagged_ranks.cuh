@@ -10,7 +10,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Half of each softmax of a partition's spreads, which take the spreads' place; a warp's work.
+/// Replaces a partition's spreads by half of their softmax. A warp calls it.
 __device__ inline void halve_softmax(float* spreads, index_t lag) {
   const index_t lane = threadIdx.x % 32;
   float top = -infinity, total = 0;
@@ -25,13 +25,13 @@ __device__ inline void halve_softmax(float* spreads, index_t lag) {
   for (index_t i = lane; i < lag; i += 32) spreads[i] = spreads[i] / total / 2;
 }
 
-/// What a slot ranks by: sums are not negative, so their bits order as they do, and -1 stands for NaN.
+/// The key that a slot ranks by. Sums are not negative, so their bits have the same order; -1 stands for NaN.
 __device__ inline int spread_key(float sum) { return sum == sum ? __float_as_int(sum) : -1; }
 /// x < y as a number to add, in two instructions; keys are less than 2^31 apart.
 __device__ inline int is_less(int x, int y) { return int(unsigned(x - y) >> 31); }
 
-/// Writes what a partition's slots come to: how many rank behind each of them; a warp's work. `values` becomes what
-/// they rank by.
+/// Writes the scores of a partition's slots: how many slots rank behind each. A warp calls it. Overwrites `values` with
+/// the ranking keys.
 template <class Scorer>
 __device__ void rank_partition(const Scorer& scorer, const float* keys, float* values, float* out) {
   constexpr int at_once = 4, absent = -2;
@@ -63,11 +63,11 @@ __device__ void rank_partition(const Scorer& scorer, const float* keys, float* v
   }
 }
 
-/// Partitions of at most so many slots stay in a warp's registers: `slots_each` side by side in every lane.
-inline constexpr index_t most_sorted = 128;
-inline constexpr int slots_each = most_sorted / 32;
+/// Partitions of at most `max_sorted` slots fit into a warp's registers: `slots_each` side by side in every lane.
+inline constexpr index_t max_sorted = 128;
+inline constexpr int slots_each = max_sorted / 32;
 
-/// As above, of spreads in registers; what is not a number stays aside.
+/// The same for spreads in registers. NaN is left out.
 __device__ inline void halve_softmax(float (&spreads)[slots_each]) {
   float top = -infinity, total = 0;
 #pragma unroll
@@ -87,11 +87,11 @@ __device__ inline void halve_softmax(float (&spreads)[slots_each]) {
 __device__ inline void sort_in_warp(std::uint64_t (&x)[slots_each]) {
   const int lane = int(threadIdx.x) % 32;
 #pragma unroll
-  for (int run = 2; run <= int(most_sorted); run *= 2) {
+  for (int run = 2; run <= int(max_sorted); run *= 2) {
 #pragma unroll
     for (int step = run / 2; step > 0; step /= 2) {
       if (step >= slots_each) {
-        const bool ascends = run == int(most_sorted) || (lane & (run / slots_each)) == 0;
+        const bool ascends = run == int(max_sorted) || (lane & (run / slots_each)) == 0;
         const bool takes_less = ((lane & (step / slots_each)) == 0) == ascends;
 #pragma unroll
         for (std::uint64_t& own : x) {
@@ -112,8 +112,8 @@ __device__ inline void sort_in_warp(std::uint64_t (&x)[slots_each]) {
   }
 }
 
-/// As rank_partition, of at most `most_sorted` slots and of spreads as they were measured. To compare each slot with
-/// each other took twice the instructions: 163 us of 8 x 128K, 150 so (H200, CUDA 13.0).
+/// rank_partition for at most `max_sorted` slots, from the measured spreads. Comparing each slot with every other took
+/// twice the instructions: 163 us for 8 x 128K, this takes 150 (H200, CUDA 13.0).
 template <class Scorer>
 __device__ void rank_by_sorting(const Scorer& scorer, const float* keys, const float* values, float* out) {
   const index_t first = index_t(threadIdx.x) % 32 * slots_each;
@@ -125,17 +125,17 @@ __device__ void rank_by_sorting(const Scorer& scorer, const float* keys, const f
   }
   halve_softmax(of_keys);
   halve_softmax(of_values);
-  // What a slot ranks by, and of equals the later one first; slots behind the end come last.
+  // A slot's key; of equal keys the later slot comes first. Slots behind the end come last.
   std::uint64_t sorted[slots_each];
 #pragma unroll
   for (index_t i = 0; i < slots_each; ++i) {
     const unsigned key = first + i < scorer.lag ? unsigned(spread_key(of_keys[i] + of_values[i]) + 1) : ~0u;
-    sorted[i] = std::uint64_t(key) << 32 | unsigned(most_sorted - 1 - (first + i));
+    sorted[i] = std::uint64_t(key) << 32 | unsigned(max_sorted - 1 - (first + i));
   }
   sort_in_warp(sorted);
 #pragma unroll
   for (index_t i = 0; i < slots_each; ++i) {
-    const index_t slot = most_sorted - 1 - index_t(unsigned(sorted[i]));
+    const index_t slot = max_sorted - 1 - index_t(unsigned(sorted[i]));
     if (slot < scorer.lag) out[slot] = sorted[i] >> 32 ? scorer.ranked(first + i) : nanf("");
   }
 }
@@ -146,7 +146,7 @@ __device__ void rank_run(const Scorer& scorer, float* keys, float* values, index
   const index_t lag = scorer.lag;
   for (index_t i = threadIdx.x / 32; i < count; i += index_t(blockDim.x) / 32) {
     float *own_keys = keys + i * lag, *own_values = values + i * lag;
-    if (lag <= most_sorted) {
+    if (lag <= max_sorted) {
       rank_by_sorting(scorer, own_keys, own_values, out + i * lag);
       continue;
     }
@@ -156,7 +156,7 @@ __device__ void rank_run(const Scorer& scorer, float* keys, float* values, index
   }
 }
 
-/// Scores the slots that no partition ranks, of `ranked` that others do, by all blocks of a row.
+/// Scores the slots that no partition ranks; partitions rank `ranked` slots. All blocks of a row call it.
 template <class Scorer>
 __device__ void score_outside(const Scorer& scorer, index_t stored, index_t ranked, float* out) {
   for (index_t i = index_t(blockIdx.x * blockDim.x + threadIdx.x); i < stored - ranked;

@@ -16,14 +16,14 @@ struct lse_partials {
   float2* state;
   index_t query_rows, slots, split, capacity;
 
-  __device__ float2* at(index_t row, index_t query_row) const {
+  __device__ float2* splits(index_t row, index_t query_row) const {
     return state + (offset_t(row) * query_rows + query_row) * slots;
   }
 };
 
 /// Queries stay in registers and keys stream through a ring in shared memory.
 ///
-/// RowWarps warps hold 16 * RowTiles query rows each; with fewer row warps than warps, the others take other tokens of
+/// RowWarps warps hold 16 * RowTiles query rows each. With fewer row warps than warps, the others read other tokens of
 /// the tile. A split's tokens are summed in one order whatever the length, the batch or the chunk of queries, so equal
 /// rows give equal bits in every call.
 template <class View, int RowWarps, int RowTiles, int Stages>
@@ -38,7 +38,7 @@ struct lse_kernel {
   static constexpr int row_bytes = score_rows_staged<D>().bytes(), stage_bytes = tile * row_bytes;
   static constexpr int ring_bytes = Stages * stage_bytes;
 
-  /// Of query rows lane / 4 + {0, 8} of each row tile, over the tokens that this lane has seen.
+  /// Maximum and sum of query rows lane / 4 + {0, 8} of each row tile, over this lane's tokens.
   struct running {
     float max[RowTiles * 2], sum[RowTiles * 2];
     __device__ void clear() {
@@ -54,7 +54,7 @@ struct lse_kernel {
     }
   };
 
-  /// `Careful` masks, caps and passes over logits that are no numbers; for the others both give the same bits.
+  /// `Careful` masks, caps, and skips logits that are NaN. For other logits both give the same bits.
   template <bool Careful>
   __device__ static void consume(const problem_type& p, const scored_head& at,
                                  const std::uint32_t (&q)[RowTiles][D / 16][4], index_t first_query,
@@ -71,7 +71,7 @@ struct lse_kernel {
         for (int pair = 0; pair < pairs; ++pair) {
           std::uint32_t b[4];
           const int token = run + pair * 16 + matrix / 2 * 8 + in_matrix;
-          load_matrices(b, shared + score_rows_staged<D>().place(token, step * 2 + matrix % 2));
+          load_matrices(b, shared + score_rows_staged<D>().offset(token, step * 2 + matrix % 2));
 #pragma unroll
           for (int m = 0; m < RowTiles; ++m) {
             multiply<T>(s[m][pair * 2], q[m][step], b[0], b[1]);
@@ -142,7 +142,8 @@ struct lse_kernel {
         if (lane % 4 == 0) meeting[warp][held] = make_float2(state.max[r], state.sum[r]);
       } else {
         const index_t query = first_query + held;
-        if (lane % 4 == 0 && query < at.query_rows) out.at(row, query)[split] = make_float2(state.max[r], state.sum[r]);
+        if (lane % 4 == 0 && query < at.query_rows)
+          out.splits(row, query)[split] = make_float2(state.max[r], state.sum[r]);
       }
     }
     if constexpr (token_warps > 1) {
@@ -150,7 +151,7 @@ struct lse_kernel {
       if (threadIdx.x < 16 && first_query + index_t(threadIdx.x) < at.query_rows) {
         float2 all = meeting[0][threadIdx.x];
         for (int w = 1; w < warps; ++w) merge(all.x, all.y, meeting[w][threadIdx.x].x, meeting[w][threadIdx.x].y);
-        out.at(row, first_query + index_t(threadIdx.x))[split] = all;
+        out.splits(row, first_query + index_t(threadIdx.x))[split] = all;
       }
       __syncthreads();
     }
@@ -176,7 +177,7 @@ struct lse_kernel {
     for (index_t row = line.first_row; begin < line.end; ++row) {
       const index_t stop = (min)(line.end, line.ends[row]), row_begin = line.row_begin(row);
       if (stop <= begin) continue;
-      const auto at = scored_head::at(p, row, out.capacity);
+      const auto at = scored_head::find(p, row, out.capacity);
       const index_t first_tile = (begin - row_begin) * split_tiles;
       const index_t last_tile = (min)((stop - row_begin) * split_tiles, ceil_div(at.tokens, tile));
       begin = stop;
@@ -197,7 +198,7 @@ struct lse_kernel {
         }
       }
       const auto put = [&](index_t t) {
-        if (t < last_tile && token_span::of(p.view, at, t * tile, tile).seen_by_any(p.rule, oldest, newest)) {
+        if (t < last_tile && token_span::read(p.view, at, t * tile, tile).seen_by_any(p.rule, oldest, newest)) {
           const index_t mine = t * tile + warp * (tile / warps);
           stage_keys<tile / warps>(p.view, at, mine,
                                    ring + std::uint32_t(t % Stages * stage_bytes + warp * (tile / warps) * row_bytes),
@@ -213,7 +214,7 @@ struct lse_kernel {
         wait_copies<Stages - 2>();
         __syncthreads();
         put(t + Stages - 1);
-        const auto span = token_span::of(p.view, at, t * tile, tile);
+        const auto span = token_span::read(p.view, at, t * tile, tile);
         if (span.seen_by_any(p.rule, oldest, newest) && first_query < at.query_rows) {
           const bool plain =
               p.rule.soft_cap <= 0 && (t + 1) * tile <= at.tokens && span.seen_by_all(p.rule, oldest, newest);
@@ -241,8 +242,8 @@ __global__ void __launch_bounds__(128, View::k_dim <= 128 ? 3 : 2)
   lse_kernel<View, RowWarps, RowTiles, Stages>::run(problem, out);
 }
 
-/// Merges a row's splits in order and adds its sink, or takes what the engine gives; one warp per query row. lse [rows,
-/// query rows], natural log.
+/// Merges a row's splits in order and adds its sink, or uses the engine's log-sum-exp; one warp per query row. lse
+/// [rows, query rows], natural log.
 template <class View>
 __global__ void __launch_bounds__(128)
     merge_lse_entry(const __grid_constant__ score_problem<View> p, lse_partials partials, float* lse) {
@@ -252,14 +253,14 @@ __global__ void __launch_bounds__(128)
   const int lane = threadIdx.x % 32;
   const index_t row = index_t(item / partials.query_rows), query = index_t(item % partials.query_rows);
   if (row >= p.view.sequences * p.view.kv_heads) return;
-  const auto at = scored_head::at(p, row, partials.capacity);
+  const auto at = scored_head::find(p, row, partials.capacity);
   const float given = query < at.query_rows ? at.given_lse(p, query) : infinity;
   if (given < infinity) {
     if (lane == 0) lse[item] = given;
     return;
   }
   const index_t used = query < at.query_rows ? ceil_div(at.tokens, partials.split) : 0;
-  const float2* state = partials.at(row, query);
+  const float2* state = partials.splits(row, query);
   float top = -FLT_MAX, sum = 0;
   for (index_t i = lane; i < used; i += 32) top = fmaxf(top, state[i].x);
   top = warp_max(top);

@@ -1,4 +1,4 @@
-// Scoring, second pass: what all query rows make of each token, summed by the warp that holds the token's key.
+// Scoring, second pass: sums the weights of all query rows for each token, by the warp that holds the token's key.
 #pragma once
 
 #include <climits>
@@ -10,7 +10,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// How the weights of query rows become a token's score: free order where it is cheaper, row order where bits must last.
+// How the weights of query rows become a token's score: in any order where that is cheaper, in row order where bits
+// must not change.
 
 namespace detail {
 
@@ -35,13 +36,13 @@ struct score_sums {
     }
   }
 
-  /// The token that a lane adds in order: with one key tile, two lanes keep the same.
-  __device__ static int own(int lane) { return lane % (KeyTiles == 2 ? 4 : 2) * 8 + lane / 4; }
+  /// The token that a lane adds in order. With one key tile, two lanes have the same.
+  __device__ static int token_of(int lane) { return lane % (KeyTiles == 2 ? 4 : 2) * 8 + lane / 4; }
 
-  /// Goes on from stored scores; `left` tokens are stored from the first on.
+  /// Continues from stored scores; `left` tokens are stored from the first on.
   __device__ void resume(const float* scores, index_t left, int lane) {
     if constexpr (InOrder) {
-      if (own(lane) < left) sum[0] = scores[own(lane)];
+      if (token_of(lane) < left) sum[0] = scores[token_of(lane)];
     }
   }
 
@@ -75,7 +76,7 @@ struct score_sums {
 
   __device__ void write(float* scores, index_t left, bool accumulate, int lane) {
     if constexpr (InOrder) {
-      if (lane % 4 < tokens && own(lane) < left) scores[own(lane)] = sum[0];
+      if (lane % 4 < tokens && token_of(lane) < left) scores[token_of(lane)] = sum[0];
     } else {
 #pragma unroll
       for (int i = 0; i < tokens; ++i) {
@@ -165,7 +166,7 @@ struct sum_kernel {
     for (int id = threadIdx.x; id < chunk_rows * pieces; id += threads) {
       const int r = id / pieces, piece = id % pieces;
       const bool valid = first + r < at.query_rows;
-      copy_async16(rows + score_rows_staged<D>().place(r, piece), at.query(p, valid ? first + r : 0) + piece * 8,
+      copy_async16(rows + score_rows_staged<D>().offset(r, piece), at.query(p, valid ? first + r : 0) + piece * 8,
                    valid);
     }
     if (threadIdx.x < chunk_rows) {
@@ -204,7 +205,7 @@ struct sum_kernel {
       for (int step = 0; step < D / 16; ++step) {
         std::uint32_t b[4];
         const int r = group + matrix / 2 * 8 + in_matrix;
-        load_matrices(b, queries + score_rows_staged<D>().place(r, step * 2 + matrix % 2));
+        load_matrices(b, queries + score_rows_staged<D>().offset(r, step * 2 + matrix % 2));
 #pragma unroll
         for (int m = 0; m < key_tiles; ++m) {
           multiply<T>(s[m][0], k[m][step], b[0], b[1]);
@@ -272,7 +273,7 @@ struct sum_kernel {
     for (index_t row = line.first_row; begin < line.end; ++row) {
       const index_t stop = (min)(line.end, line.ends[row]), row_begin = line.row_begin(row);
       if (stop <= begin) continue;
-      const auto at = scored_head::at(p, row, shape.capacity);
+      const auto at = scored_head::find(p, row, shape.capacity);
       const index_t first_tile = begin - row_begin, last_tile = stop - row_begin;
       begin = stop;
       const index_t chunks = ceil_div(at.query_rows, chunk_rows);
@@ -281,7 +282,7 @@ struct sum_kernel {
       const auto put = [&](index_t t) {
         const index_t mine = t * tile + warp * warp_tokens;
         if (t < last_tile && mine < at.tokens && chunks > 0 &&
-            token_span::of(p.view, at, mine, warp_tokens)
+            token_span::read(p.view, at, mine, warp_tokens)
                 .seen_by_any(p.rule, at.first_position, at.position_of(at.query_rows - 1))) {
           stage_keys<warp_tokens>(p.view, at, mine, keys + std::uint32_t(t % shape.stages * key_bytes), lane);
         }
@@ -313,7 +314,7 @@ struct sum_kernel {
         for (int m = 0; m < key_tiles; ++m) {
 #pragma unroll
           for (int step = 0; step < D / 16; ++step) {
-            load_matrices(k[m][step], from + score_rows_staged<D>().place(m * 16 + lane % 16, step * 2 + lane / 16));
+            load_matrices(k[m][step], from + score_rows_staged<D>().offset(m * 16 + lane % 16, step * 2 + lane / 16));
           }
         }
         __syncwarp();
@@ -330,7 +331,7 @@ struct sum_kernel {
         if (p.accumulate) sums.resume(scores, at.tokens - mine, lane);
 
         const bool any = mine < at.tokens;
-        const token_span span = any ? token_span::of(p.view, at, mine, warp_tokens) : token_span{INT_MAX, INT_MAX};
+        const token_span span = any ? token_span::read(p.view, at, mine, warp_tokens) : token_span{INT_MAX, INT_MAX};
         if (resident) {
           for (index_t c = 0; any && c < chunks; ++c) {
             consume(p, scorer, at, k, key_position, span, chunk_at(c),
@@ -338,7 +339,7 @@ struct sum_kernel {
           }
         } else {
           // Queries before the block's first token do not see it, nor do those a window behind its last.
-          const token_span all = token_span::of(p.view, at, t * tile, tile);
+          const token_span all = token_span::read(p.view, at, t * tile, tile);
           index_t past = chunks;
           if (p.rule.sliding_window > 0) {
             const offset_t blind = offset_t(all.last) + p.rule.sliding_window - at.first_position;

@@ -1,5 +1,5 @@
-// What both passes by products of four warps share: how keys come to shared memory, and which need no look at
-// positions.
+// What both passes by products of four warps share: how keys are copied to shared memory, and which of them need no
+// comparison of positions.
 #pragma once
 
 #include <type_traits>
@@ -11,8 +11,9 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// First slots of a head that every query row sees and whose logits nothing caps. No two slots have one position, so
-/// one look at the last tells for all: slot s lies tokens - 1 - s positions before it, or more. 0 where windows slide.
+/// How many first slots of a head every query row sees, where no logits are capped. No two slots have the same
+/// position, so the last one's position bounds all: slot s lies tokens - 1 - s positions before it, or more. 0 where
+/// windows slide.
 template <class View>
 __device__ index_t slots_seen_by_all(const score_problem<View>& p, const scored_head& at) {
   if (at.tokens == 0 || at.query_rows == 0 || p.rule.soft_cap > 0 || p.rule.sliding_window > 0) return 0;
@@ -21,10 +22,10 @@ __device__ index_t slots_seen_by_all(const score_problem<View>& p, const scored_
   return index_t((max)(offset_t(0), (min)(offset_t(at.tokens), seen)));
 }
 
-/// `rule.cap` out of line: where nothing is capped its many instructions are not in the way.
+/// `rule.cap` out of line, so that its many instructions are not in the way where nothing is capped.
 __device__ __noinline__ inline float capped_logit(const logit_rule& rule, float scaled) { return rule.cap(scaled); }
 
-/// Brings keys of one head to shared memory, 16 by a warp at a time, as wide_product::place lays them in parts of
+/// Copies keys of one head to shared memory, 16 by a warp at a time, in the layout of wide_product::offset for parts of
 /// `Rows` rows.
 template <class View, int Rows>
 class wide_keys {
@@ -32,24 +33,24 @@ class wide_keys {
   using wide = wide_product<T>;
   static constexpr int chunks = View::k_dim / 8, together = 32 / chunks;  // rows that a warp copies at once
   using table = std::remove_cvref_t<decltype(View::table)>;
-  /// Slots of a head stand at one distance.
+  /// Whether slots of a head are evenly spaced.
   static constexpr bool in_runs = View::is_raw && (std::is_same_v<table, contiguous> || std::is_same_v<table, ragged>);
 
  public:
   __device__ wide_keys(const View& view, const scored_head& at, int lane)
-      : lane_(lane), place_(wide::place(Rows, lane / chunks, lane % chunks)) {
+      : lane_(lane), offset_(wide::offset(Rows, lane / chunks, lane % chunks)) {
     if constexpr (in_runs) {
       stride_ = view.k_strides.token * offset_t(sizeof(T));
-      from_ = reinterpret_cast<const unsigned char*>(view.key(at.sequence, at.head, 0)) + lane / chunks * stride_ +
-              lane % chunks * 16;
+      source_ = reinterpret_cast<const unsigned char*>(view.key(at.sequence, at.head, 0)) + lane / chunks * stride_ +
+                lane % chunks * 16;
     }
   }
 
-  /// Slots first .. first + 15, all of them stored, to rows from `to` on, a multiple of eight of them in.
+  /// Copies slots first .. first + 15, all of them stored, to rows from `to` on, whose number is a multiple of eight.
   __device__ __forceinline__ void bring_whole(const View& view, const scored_head& at, index_t first,
                                               std::uint32_t to) const {
     if constexpr (in_runs) {
-      const unsigned char* from = from_ + first * stride_;
+      const unsigned char* from = source_ + first * stride_;
       if (stride_ == chunks * 16) {
         copy_rows(from, chunks * 16, to);
       } else {
@@ -63,23 +64,23 @@ class wide_keys {
   __device__ __forceinline__ void bring(const View& view, const scored_head& at, index_t first,
                                         std::uint32_t to) const {
     stage_keys_at<16>(
-        view, at, first, [to](int token, int chunk) { return to + wide::place(Rows, token, chunk); }, lane_);
+        view, at, first, [to](int token, int chunk) { return to + wide::offset(Rows, token, chunk); }, lane_);
   }
 
  private:
-  /// Chunks are exchanged by what the row's last three bits say: those of later rows differ by known ones.
+  /// The last three bits of a row's number exchange its chunks; those of later rows differ by constants.
   __device__ __forceinline__ void copy_rows(const unsigned char* from, offset_t stride, std::uint32_t to) const {
 #pragma unroll
     for (int i = 0; i < 16 / together; ++i) {
-      copy_async16(((to + place_) ^ std::uint32_t(i * together % 8 * 16)) + std::uint32_t(i * together * 128),
+      copy_async16(((to + offset_) ^ std::uint32_t(i * together % 8 * 16)) + std::uint32_t(i * together * 128),
                    from + i * together * stride, true);
     }
   }
 
   int lane_;
-  std::uint32_t place_;  // of this lane's chunk of the first rows
+  std::uint32_t offset_;  // of this lane's chunk of the first rows
   offset_t stride_ = 0;
-  const unsigned char* from_ = nullptr;  // this lane's part of slot 0
+  const unsigned char* source_ = nullptr;  // this lane's part of slot 0
 };
 
 }  // namespace detail

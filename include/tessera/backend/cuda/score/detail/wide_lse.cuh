@@ -84,23 +84,24 @@ struct wide_lse_kernel {
 #pragma unroll
     for (int step = 0; step < D / 16; ++step) {
       wide::multiply(s, q[step],
-                     wide::operand(keys + std::uint32_t(step % 4 * 32) + wide::place(tile, 0, step / 4 * 8)), step > 0);
+                     wide::operand(keys + std::uint32_t(step % 4 * 32) + wide::offset(tile, 0, step / 4 * 8)),
+                     step > 0);
     }
     wide::commit();
     wide::finish(s);
   }
 
-  /// The products of tile `t` are added; `sure`: every row sees all of it, and nothing is capped.
-  __device__ __forceinline__ static void take(const problem_type& p, const scored_head& at, float scale,
-                                              index_t first_query, index_t t, bool sure, typename wide::sums& s,
-                                              int lane, running& state) {
+  /// Adds the products of tile `t`. `sure`: every row sees all of it, and nothing is capped.
+  __device__ __forceinline__ static void add_tile(const problem_type& p, const scored_head& at, float scale,
+                                                  index_t first_query, index_t t, bool sure, typename wide::sums& s,
+                                                  int lane, running& state) {
     const bool plain = sure || (p.rule.soft_cap <= 0 && (t + 1) * tile <= at.tokens &&
-                                token_span::of(p.view, at, t * tile, tile)
+                                token_span::read(p.view, at, t * tile, tile)
                                     .seen_by_all(p.rule, at.first_position, at.position_of(at.query_rows - 1)));
-    const running before = state;
+    const running previous = state;
     if (plain) add<false>(p, at, scale, first_query, t * tile, s, lane, state);
     if (__any_sync(~0u, !plain || state.poisoned())) {
-      state = before;
+      state = previous;
       add<true>(p, at, scale, first_query, t * tile, s, lane, state);
     }
   }
@@ -142,7 +143,7 @@ struct wide_lse_kernel {
     for (int r = 0; r < 2; ++r) {
       const index_t query = first_query + r * 8 + lane / 4;
       if (lane % 4 == 0 && query < at.query_rows)
-        out.at(row, query)[split_index] = make_float2(state.max[r], state.sum[r]);
+        out.splits(row, query)[split_index] = make_float2(state.max[r], state.sum[r]);
     }
     state = {};
   }
@@ -165,7 +166,7 @@ struct wide_lse_kernel {
     for (index_t row = line.first_row; begin < line.end; ++row) {
       const index_t stop = (min)(line.end, line.ends[row]), row_begin = line.row_begin(row);
       if (stop <= begin) continue;
-      const auto at = scored_head::at(p, row, out.capacity);
+      const auto at = scored_head::find(p, row, out.capacity);
       const index_t first_split = begin - row_begin + group, last_split = stop - row_begin;
       begin = stop;
       if (at.query_rows == 0 || all_rows_given<rows_held>(p, at, 0)) continue;
@@ -180,10 +181,10 @@ struct wide_lse_kernel {
       };
       const index_t sure_tiles = slots_seen_by_all(p, at) / tile;
       const auto seen = [&](index_t t) {
-        return token_span::of(p.view, at, t * tile, tile).seen_by_any(p.rule, oldest, newest);
+        return token_span::read(p.view, at, t * tile, tile).seen_by_any(p.rule, oldest, newest);
       };
       const wide_keys<View, tile> keys(p.view, at, lane);
-      const auto put = [&](index_t i) {
+      const auto bring = [&](index_t i) {
         const index_t t = tile_of(i);
         const std::uint32_t to = ring + std::uint32_t(i % stages * stage_bytes + warp * 16 * 128);
         if (t < (min)(sure_tiles, last_tile)) {
@@ -195,18 +196,18 @@ struct wide_lse_kernel {
       };
       running state;
       wait_at(1 + group, 128);  // the ring is free: all warps of the group have left the row before
-      for (int s = 0; s < stages - 1; ++s) put(s);
+      for (int s = 0; s < stages - 1; ++s) bring(s);
       for (index_t i = 0; tile_of(i) < last_tile; ++i) {
         const index_t t = tile_of(i);
         wait_copies<stages - 2>();
         wide::publish();
         wait_at(1 + group, 128);
-        put(i + stages - 1);
+        bring(i + stages - 1);
         const bool sure = t < sure_tiles;
         if (sure || seen(t)) {
           typename wide::sums s;
           multiply(q, ring + std::uint32_t(i % stages * stage_bytes), s);
-          take(p, at, scale, first_query, t, sure, s, lane, state);
+          add_tile(p, at, scale, first_query, t, sure, s, lane, state);
         }
         if (i % split_tiles == split_tiles - 1 || t + 1 == last_tile) {
           flush(out, row, at, first_query, t / split_tiles, lane, state);

@@ -38,7 +38,7 @@ struct wide_sum_kernel {
     for (int id = threadIdx.x; id < rows_held * pieces; id += threads) {
       const int r = id / pieces, piece = id % pieces;
       const bool valid = r < at.query_rows;
-      copy_async16(to + wide::place(rows_held, r, piece), at.query(p, valid ? r : 0) + piece * 8, valid);
+      copy_async16(to + wide::offset(rows_held, r, piece), at.query(p, valid ? r : 0) + piece * 8, valid);
     }
     if (threadIdx.x < rows_held) {
       const index_t query = index_t(threadIdx.x);
@@ -115,7 +115,7 @@ struct wide_sum_kernel {
 #pragma unroll
     for (int step = 0; step < D / 16; ++step) {
       wide::multiply(product, k[step],
-                     wide::operand(queries + std::uint32_t(step % 4 * 32) + wide::place(rows_held, 0, step / 4 * 8)),
+                     wide::operand(queries + std::uint32_t(step % 4 * 32) + wide::offset(rows_held, 0, step / 4 * 8)),
                      step > 0);
     }
     wide::commit();
@@ -129,8 +129,8 @@ struct wide_sum_kernel {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const float scale = p.rule.scale_for(D);
     const std::uint32_t own_place =
-        wide::place(16, lane % 16, lane / 16);  // of the chunk that this lane names for step 0
-    bool waits = true;                          // for the first pass
+        wide::offset(16, lane % 16, lane / 16);  // of the chunk that this lane names for step 0
+    bool waits = true;                           // for the first pass
     const std::uint32_t queries = (shared_address(wide_memory) + align - 1) / align * align;
     const std::uint32_t keys = queries + std::uint32_t(query_bytes + warp * stages * key_bytes);
     auto* ends = reinterpret_cast<index_t*>(wide_memory + (queries - shared_address(wide_memory)) + query_bytes +
@@ -143,7 +143,7 @@ struct wide_sum_kernel {
     for (index_t row = line.first_row; begin < line.end; ++row) {
       const index_t stop = (min)(line.end, line.ends[row]), row_begin = line.row_begin(row);
       if (stop <= begin) continue;
-      const auto at = scored_head::at(p, row, shape.capacity);
+      const auto at = scored_head::find(p, row, shape.capacity);
       const index_t first_tile = begin - row_begin, count = stop - begin;
       begin = stop;
       const index_t newest = at.query_rows > 0 ? at.position_of(at.query_rows - 1) : INT_MIN;
@@ -152,7 +152,7 @@ struct wide_sum_kernel {
       // What four warps multiply together, they bring together.
       const auto seen = [&](index_t of_group) {
         return at.query_rows > 0 && of_group < at.tokens &&
-               token_span::of(p.view, at, of_group, 64).seen_by_any(p.rule, at.first_position, newest);
+               token_span::read(p.view, at, of_group, 64).seen_by_any(p.rule, at.first_position, newest);
       };
       index_t sure_tokens = slots_seen_by_all(p, at);
       const wide_keys<View, 16> rows(p.view, at, lane);

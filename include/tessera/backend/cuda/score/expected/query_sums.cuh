@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(Threads)
   turns[i] = turn;
 }
 
-/// x a tile of the lower triangle, y a query head. Queries are turned back to position 0 and added one after another,
-/// so that chunks of any size give the same bits; one that is not finite says nothing.
+/// blockIdx: x a tile of the lower triangle, y a query head. Queries are turned back to position 0 and added one after
+/// another, so chunks of any size give the same bits. A query that is not finite is left out.
 template <class T, int D>
 __global__ void __launch_bounds__(sums_threads)
     sum_queries_entry(rows_view<const T> q, const double2* turns, offset_t* counts, double* sums, double* products) {
@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(sums_threads)
 
 }  // namespace detail
 
-/// The device's cpu::query_sums, of every place (layer, sequence).
-/// Memory   places * q_heads * (k_dim squared + k_dim + 1) doubles.   Cost  k_dim squared / 2 products in double a
+/// The device's cpu::query_sums of every entry, a (layer, sequence).
+/// Memory   entries * q_heads * (k_dim squared + k_dim + 1) doubles.   Cost  k_dim squared / 2 products in double a
 ///          query.
 template <class T, int D>
 class query_sums {
@@ -103,10 +103,10 @@ class query_sums {
 
  public:
   query_sums() = default;
-  query_sums(index_t places, index_t q_heads, const host_vector<float>& frequencies)
+  query_sums(index_t entries, index_t q_heads, const host_vector<float>& frequencies)
       : heads_(q_heads),
-        empty_(std::size_t(places), 1),
-        memory_(std::size_t(places) * place_doubles()),
+        empty_(std::size_t(entries), 1),
+        memory_(std::size_t(entries) * entry_doubles()),
         frequencies_(frequencies.size()),
         turns_(std::size_t(detail::sums_at_once) * D / 2) {
     check(cudaMemcpy(frequencies_.data(), frequencies.data(), frequencies_.bytes(), cudaMemcpyHostToDevice),
@@ -115,8 +115,8 @@ class query_sums {
   }
 
   /// Adds the queries of positions `first`, `first` + 1, ... that are at `least` or behind it.
-  void add(std::size_t place, const rows_view<const T>& q, index_t first, index_t least, cudaStream_t stream) {
-    const query_statistics to = of(place, stream);
+  void add(std::size_t entry, const rows_view<const T>& q, index_t first, index_t least, cudaStream_t stream) {
+    const query_statistics to = statistics(entry, stream);
     constexpr int tiles = (D + detail::sums_tile - 1) / detail::sums_tile;
     for (index_t done = (std::max)(0, least - first); done < q.tokens; done += detail::sums_at_once) {
       rows_view<const T> some = q;
@@ -132,27 +132,27 @@ class query_sums {
     }
   }
 
-  /// Of what has been added since the place was forgotten.
-  query_statistics of(std::size_t place, cudaStream_t stream) {
-    double* data = memory_.data() + std::size_t(place) * place_doubles();
-    if (empty_[place]) {
-      check(cudaMemsetAsync(data, 0, place_doubles() * sizeof(double), stream), "cudaMemsetAsync");
-      empty_[place] = 0;
+  /// The statistics of what has been added since the entry was forgotten.
+  query_statistics statistics(std::size_t entry, cudaStream_t stream) {
+    double* data = memory_.data() + std::size_t(entry) * entry_doubles();
+    if (empty_[entry]) {
+      check(cudaMemsetAsync(data, 0, entry_doubles() * sizeof(double), stream), "cudaMemsetAsync");
+      empty_[entry] = 0;
     }
     const std::size_t heads = std::size_t(heads_);
     return {reinterpret_cast<const offset_t*>(data), data + heads, data + heads * (1 + D)};
   }
-  void forget(std::size_t place) { empty_[place] = 1; }
+  void forget(std::size_t entry) { empty_[entry] = 1; }
 
   const float* frequencies() const { return frequencies_.data(); }
-  offset_t bytes_per_place() const { return offset_t(place_doubles() * sizeof(double)); }
+  offset_t bytes_per_entry() const { return offset_t(entry_doubles() * sizeof(double)); }
 
  private:
   static_assert(sizeof(offset_t) == sizeof(double));
-  std::size_t place_doubles() const { return std::size_t(heads_) * (1 + D + std::size_t(D) * D); }
+  std::size_t entry_doubles() const { return std::size_t(heads_) * (1 + D + std::size_t(D) * D); }
 
   index_t heads_ = 0;
-  host_vector<char> empty_;  // by place
+  host_vector<char> empty_;  // by entry
   device_buffer<double> memory_;
   device_buffer<float> frequencies_;
   device_buffer<double2> turns_;

@@ -1,4 +1,4 @@
-// Scores by what future queries will be like, on the GPU: mean and variance of each key's logits by tensor cores.
+// Scores by an estimate of future queries, on the GPU: mean and variance of each key's logits, by tensor cores.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Which kernel a program has for the device depends on the architecture that it was compiled for. The host asks for
-/// the bound on a block's threads, by which the two differ.
+/// Which kernel a program has depends on the architecture that it was compiled for. The host reads the bound on a
+/// block's threads, in which the two kernels differ.
 template <class View, class Scorer, bool Wide = compiled_for_hopper&& fits_wide_products<View::k_dim>>
 using expected_kernel_of =
     std::conditional_t<Wide, expected_hopper_kernel<View, Scorer>, expected_kernel<View, Scorer>>;
@@ -25,26 +25,26 @@ __global__ void __launch_bounds__((expected_kernel_of<View, Scorer>::threads),
 
 inline constexpr int expected_groups = 64;  // query heads of a kv_head
 
-/// x a share of the slots, y a (sequence, kv_head): softmaxes over the slots, averaged over the group; sinks before all
-/// others.
+/// blockIdx: x a share of the slots, y a (sequence, kv_head). Averages the softmaxes over the slots of the group's
+/// query heads. Sinks rank before all others.
 template <class View, class Scorer, int Threads>
 __global__ void __launch_bounds__(Threads)
     average_entry(const __grid_constant__ expected_problem<View> p, Scorer scorer, index_t blocks, float* scores,
                   offset_t row_stride) {
-  __shared__ float most[expected_groups], total[expected_groups];
+  __shared__ float group_largest[expected_groups], total[expected_groups];
   const index_t row = index_t(blockIdx.y), b = row / p.view.kv_heads, h = row % p.view.kv_heads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int g = warp; g < p.group; g += Threads / 32) {
     const exp_sum* parts = p.partials + (offset_t(row) * p.group + g) * blocks;
     float largest = -infinity;
-    for (index_t i = lane; i < blocks; i += 32) largest = fmaxf(largest, parts[i].most);
+    for (index_t i = lane; i < blocks; i += 32) largest = fmaxf(largest, parts[i].largest);
     largest = warp_max(largest);
     float sum = 0;
     for (index_t i = lane; i < blocks; i += 32) {
-      if (parts[i].most > -infinity) sum += parts[i].sum * expf(parts[i].most - largest);
+      if (parts[i].largest > -infinity) sum += parts[i].sum * expf(parts[i].largest - largest);
     }
     sum = warp_sum(sum);
-    if (lane == 0) most[g] = largest, total[g] = sum > 0 ? sum : 1;
+    if (lane == 0) group_largest[g] = largest, total[g] = sum > 0 ? sum : 1;
   }
   __syncthreads();
   const index_t tokens = (min)(p.view.length(b, h), p.capacity);
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(Threads)
     float score = 0;
     for (int g = 0; g < p.group; ++g) {
       const float logit = p.logits[(offset_t(row) * p.group + g) * p.capacity + slot];
-      score += (logit == -infinity ? 0.0f : expf(logit - most[g])) / total[g] / float(p.group);
+      score += (logit == -infinity ? 0.0f : expf(logit - group_largest[g])) / total[g] / float(p.group);
     }
     scores[row * row_stride + slot] = p.view.position(b, h, slot) < scorer.sinks ? infinity : score;
   }
@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Writes the scores of all stored slots of a batch: the device's cpu::score_expected, to rounding; the same bits in
-/// every call.
+/// Writes the scores of all stored slots of a batch: the device's cpu::score_expected, to rounding. Every call gives
+/// the same bits.
 /// Shapes   scores [rows, row_stride], row = sequence * kv_heads + head; statistics, next [sequences], frequencies
 ///          [k_dim / 2], all on the device.
 /// Errors   rows that do not begin on 16 bytes, more query heads than 64 a kv_head, more than the limits:
@@ -152,7 +152,7 @@ class score_expected {
 
 namespace detail {
 
-/// score_expected where a scorer goes by statistics; else nothing.
+/// Used instead of score_expected where a scorer does not use statistics.
 struct no_expected_score {
   no_expected_score(index_t, index_t, index_t, index_t, const device_info&) {}
   std::size_t workspace_bytes() const { return 0; }

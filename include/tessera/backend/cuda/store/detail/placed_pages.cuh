@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Pages [pages, Page, kv_heads, dim] and one table row of pages a place, which the device reads; which page is whose
-/// is the host's. Nothing moves when a place grows.
+/// Pages [pages, Page, kv_heads, dim], and a row of page numbers for every entry, which the device reads. The host
+/// knows who owns which page. Nothing moves when an entry grows.
 template <class Layout, int Page>
 class placed_rows<Layout, fixed_pages<Page>> {
  public:
@@ -34,8 +34,8 @@ class placed_rows<Layout, fixed_pages<Page>> {
   using view_type = kv_view<view_element<encoding_type>, Layout::k_dim, csr_table, Layout::v_dim>;
 
   static constexpr bool keeps_in_place = true;
-  static offset_t rows_for(const fixed_pages<Page>&, index_t places, index_t kv_heads, index_t tokens) {
-    return places * fixed_pages<Page>::pages_for(tokens) * Page * kv_heads;
+  static offset_t rows_for(const fixed_pages<Page>&, index_t entries, index_t kv_heads, index_t tokens) {
+    return entries * fixed_pages<Page>::pages_for(tokens) * Page * kv_heads;
   }
 
   /// `rows`: tokens of single kv_heads, as for every placement; a page holds Page * kv_heads of them.
@@ -45,22 +45,22 @@ class placed_rows<Layout, fixed_pages<Page>> {
         heads_(kv_heads),
         widest_(index_t(fixed_pages<Page>::pages_for(tokens))),
         pages_(index_t((rows + page_rows() - 1) / page_rows())),
-        held_(std::size_t(layers) * std::size_t(sequences)),
+        entry_pages_(std::size_t(layers) * std::size_t(sequences)),
         k_(std::size_t(pages_ * page_rows()) * Layout::k_dim),
         v_(std::size_t(pages_ * page_rows()) * Layout::v_dim),
         scales_(encoding_type::scaled ? std::size_t(2 * pages_ * page_rows()) : 0),
-        tables_(held_.size() * std::size_t(widest_)),
+        tables_(entry_pages_.size() * std::size_t(widest_)),
         firsts_(1, sequences, 1) {
     require(offset_t(sequences) * widest_ <= offset_t(1) << 30, "pages of all tables", offset_t(sequences) * widest_,
             "at most 2^30", "lower cache_options::tokens or sequences");
     for (index_t page = pages_ - 1; page >= 0; --page) free_.push_back(page);
     host_vector<index_t> firsts;
     for (index_t id = 0; id < sequences; ++id) firsts.push_back(id * widest_);
-    check(cudaMemcpy(firsts_.of({}), firsts.data(), firsts.size() * sizeof(index_t), cudaMemcpyHostToDevice),
+    check(cudaMemcpy(firsts_.entry({}), firsts.data(), firsts.size() * sizeof(index_t), cudaMemcpyHostToDevice),
           "cudaMemcpy");
   }
 
-  view_type view(sequence_layer owner) const { return view(owner.layer, firsts_.of({0, owner.id}), 1); }
+  view_type view(sequence_layer owner) const { return view(owner.layer, firsts_.entry({0, owner.id}), 1); }
   view_type batch_view(index_t layer, index_t batch) const { return view(layer, firsts_.batch(0), batch); }
   detail::gathered_column column() const { return firsts_.gathered(); }
 
@@ -68,21 +68,21 @@ class placed_rows<Layout, fixed_pages<Page>> {
   static constexpr bool moves() { return false; }
   void abandon() { planned_ = 0; }
 
-  void plan_room(std::size_t place, const token_bound& held, index_t tokens) {
-    const offset_t more = missing(place, offset_t(held.longest) + tokens);
+  void plan_room(std::size_t entry, const token_bound& held, index_t tokens) {
+    const offset_t more = missing(entry, offset_t(held.longest) + tokens);
     require(planned_ + more <= offset_t(free_.size()), "pages of the cache", std::to_string(more) + " more",
             "at most what is free, which is " + std::to_string(offset_t(free_.size()) - planned_) + " of " +
                 std::to_string(pages_),
             "raise cache_options::rows, or close a sequence");
-    host_vector<index_t>& table = held_[place];
+    host_vector<index_t>& table = entry_pages_[entry];
     const std::size_t wanted = table.size() + std::size_t(more);
     if (wanted > table.capacity()) table.reserve((std::max)(wanted, 2 * table.size()));  // committing needs no memory
     planned_ += more;
     tokens_planned_ = tokens;
   }
-  void commit_room(std::size_t place, const index_t*, const token_bound& held, cudaStream_t stream) {
-    host_vector<index_t>& table = held_[place];
-    offset_t more = missing(place, offset_t(held.longest) + tokens_planned_);
+  void commit_room(std::size_t entry, const index_t*, const token_bound& held, cudaStream_t stream) {
+    host_vector<index_t>& table = entry_pages_[entry];
+    offset_t more = missing(entry, offset_t(held.longest) + tokens_planned_);
     for (; more > 0;) {
       detail::some_pages some{};
       const index_t count = index_t((std::min<offset_t>)(more, detail::pages_at_a_time));
@@ -91,27 +91,27 @@ class placed_rows<Layout, fixed_pages<Page>> {
         free_.pop_back();
       }
       detail::set_pages_entry<128>
-          <<<1, 128, 0, stream>>>(some, count, tables_.data() + offset_t(place) * widest_ + offset_t(table.size()));
+          <<<1, 128, 0, stream>>>(some, count, tables_.data() + offset_t(entry) * widest_ + offset_t(table.size()));
       check(cudaGetLastError(), "launch of set_pages");
       table.insert(table.end(), some.pages, some.pages + count);
       more -= count;
     }
-    most_used_ = (std::max)(most_used_, offset_t(pages_) - offset_t(free_.size()));
+    peak_used_ = (std::max)(peak_used_, offset_t(pages_) - offset_t(free_.size()));
   }
-  void took(std::size_t, index_t) {}
+  void grew(std::size_t, index_t) {}
 
   void plan_keep(std::size_t, const token_bound&, const token_bound&) {}
-  /// Rows move down in their own pages; what lies behind `kept` goes back to the pool.
+  /// Rows move down in their own pages. Pages behind `kept` return to the pool.
   template <class Mover, class Problem>
-  void keep(std::size_t place, const Problem& problem, const Mover& mover, const token_bound& kept,
+  void keep(std::size_t entry, const Problem& problem, const Mover& mover, const token_bound& kept,
             cudaStream_t stream) {
     mover.in_place.run(problem, mover.scratch.data(), stream);
-    release(held_[place], std::size_t(fixed_pages<Page>::pages_for(kept.longest)));
+    release(entry_pages_[entry], std::size_t(fixed_pages<Page>::pages_for(kept.longest)));
   }
-  void shrank(std::size_t place, index_t, const token_bound& kept) {
-    release(held_[place], std::size_t(fixed_pages<Page>::pages_for(kept.longest)));
+  void shrank(std::size_t entry, index_t, const token_bound& kept) {
+    release(entry_pages_[entry], std::size_t(fixed_pages<Page>::pages_for(kept.longest)));
   }
-  /// Pages stay: room for new tokens was counted with them.
+  /// Pages stay: the room for new tokens was counted with them.
   void dropped(std::size_t, index_t) {}
 
   void plan_copy(std::size_t to, const token_bound& held) { plan_room(to, held, 0); }
@@ -123,16 +123,16 @@ class placed_rows<Layout, fixed_pages<Page>> {
               tables_.data() + offset_t(from) * widest_, tables_.data() + offset_t(to) * widest_, widest_, stream);
   }
 
-  void clear(std::size_t place) { release(held_[place], 0); }
-  offset_t bytes(std::size_t place) const {
-    return offset_t(held_[place].size()) * page_rows() * Layout::token_bytes();
+  void clear(std::size_t entry) { release(entry_pages_[entry], 0); }
+  offset_t bytes(std::size_t entry) const {
+    return offset_t(entry_pages_[entry].size()) * page_rows() * Layout::token_bytes();
   }
-  offset_t peak_bytes() const { return most_used_ * page_rows() * Layout::token_bytes(); }
+  offset_t peak_bytes() const { return peak_used_ * page_rows() * Layout::token_bytes(); }
 
  private:
   offset_t page_rows() const { return offset_t(Page) * heads_; }
-  offset_t missing(std::size_t place, offset_t tokens) const {
-    return (std::max<offset_t>)(0, fixed_pages<Page>::pages_for(tokens) - offset_t(held_[place].size()));
+  offset_t missing(std::size_t entry, offset_t tokens) const {
+    return (std::max<offset_t>)(0, fixed_pages<Page>::pages_for(tokens) - offset_t(entry_pages_[entry].size()));
   }
   void release(host_vector<index_t>& table, std::size_t left) {
     while (table.size() > left) {
@@ -157,10 +157,10 @@ class placed_rows<Layout, fixed_pages<Page>> {
 
   index_t sequences_, heads_, widest_;
   index_t pages_;
-  offset_t planned_ = 0, most_used_ = 0;
+  offset_t planned_ = 0, peak_used_ = 0;
   index_t tokens_planned_ = 0;
   host_vector<index_t> free_;
-  host_vector<host_vector<index_t>> held_;  // by place
+  host_vector<host_vector<index_t>> entry_pages_;  // by entry
   device_buffer<stored_type> k_, v_;
   device_buffer<float> scales_;
   device_buffer<index_t> tables_;

@@ -13,89 +13,89 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// What the host knows of how much every place of a store holds.
+// What the host knows of how much every entry of a store holds. An entry is a (layer, sequence).
 
-/// Upper bounds of one place: of all its heads, and of each.
-struct held_tokens : token_bound {
+/// Upper bounds of one entry: of all its heads together, and of each.
+struct stored_tokens : token_bound {
   const index_t* first;  ///< [kv_heads], when slots were last chosen
-  index_t since;         ///< tokens that every head took since
-  index_t of(index_t head) const { return (std::min)(longest, first[head] + since); }
+  index_t since;         ///< tokens that every head has got since
+  index_t head(index_t h) const { return (std::min)(longest, first[h] + since); }
 };
 
-/// The same of all places. A step costs one addition a place.
-class held_tokens_of_places {
+/// The same of all entries. A step costs one addition an entry.
+class stored_bounds {
  public:
-  held_tokens_of_places(index_t places, index_t kv_heads)
+  stored_bounds(index_t entries, index_t kv_heads)
       : heads_(kv_heads),
-        bounds_(std::size_t(places)),
-        since_(std::size_t(places)),
-        first_(std::size_t(places) * std::size_t(kv_heads)) {}
+        bounds_(std::size_t(entries)),
+        since_(std::size_t(entries)),
+        first_(std::size_t(entries) * std::size_t(kv_heads)) {}
 
   const host_vector<token_bound>& bounds() const { return bounds_; }
-  const token_bound& bound(std::size_t place) const { return bounds_[place]; }
-  held_tokens of(std::size_t place) const {
-    return {bounds_[place], first_.data() + place * std::size_t(heads_), since_[place]};
+  const token_bound& bound(std::size_t entry) const { return bounds_[entry]; }
+  stored_tokens tokens(std::size_t entry) const {
+    return {bounds_[entry], first_.data() + entry * std::size_t(heads_), since_[entry]};
   }
-  host_vector<index_t> by_head(std::size_t place) const {
+  host_vector<index_t> by_head(std::size_t entry) const {
     host_vector<index_t> all;
-    for (index_t h = 0; h < heads_; ++h) all.push_back(of(place).of(h));
+    for (index_t h = 0; h < heads_; ++h) all.push_back(tokens(entry).head(h));
     return all;
   }
 
-  void took(std::size_t place, index_t tokens) {
-    bounds_[place].longest += tokens;
-    bounds_[place].total += offset_t(heads_) * tokens;
-    since_[place] += tokens;
+  void grew(std::size_t entry, index_t tokens) {
+    bounds_[entry].longest += tokens;
+    bounds_[entry].total += offset_t(heads_) * tokens;
+    since_[entry] += tokens;
   }
-  void keep(std::size_t place, const kept_bound& kept) {
-    const held_tokens before = of(place);
+  void keep(std::size_t entry, const kept_bound& kept) {
+    const stored_tokens previous = tokens(entry);
     for (index_t h = 0; h < heads_; ++h) {
-      first_[place * std::size_t(heads_) + std::size_t(h)] =
-          kept.by_head.empty() ? (std::min)(before.of(h), kept.longest) : kept.by_head[std::size_t(h)];
+      first_[entry * std::size_t(heads_) + std::size_t(h)] =
+          kept.by_head.empty() ? (std::min)(previous.head(h), kept.longest) : kept.by_head[std::size_t(h)];
     }
-    since_[place] = 0;
-    bounds_[place] = kept;
+    since_[entry] = 0;
+    bounds_[entry] = kept;
   }
-  /// Slots were dropped in place: no head has more than the longest now, whatever it took before.
-  void shrank(std::size_t place, const token_bound& kept) {
-    bounds_[place] = {(std::min)(bounds_[place].longest, kept.longest), (std::min)(bounds_[place].total, kept.total)};
+  /// Slots were dropped in place: no head has more than the longest one now.
+  void shrank(std::size_t entry, const token_bound& kept) {
+    bounds_[entry] = {(std::min)(bounds_[entry].longest, kept.longest), (std::min)(bounds_[entry].total, kept.total)};
   }
   void copy(std::size_t from, std::size_t to) {
     bounds_[to] = bounds_[from];
     since_[to] = since_[from];
     std::copy_n(first_.begin() + offset_t(from) * heads_, heads_, first_.begin() + offset_t(to) * heads_);
   }
-  void clear(std::size_t place) {
-    bounds_[place] = {};
-    since_[place] = 0;
-    std::fill_n(first_.begin() + offset_t(place) * heads_, heads_, 0);
+  void clear(std::size_t entry) {
+    bounds_[entry] = {};
+    since_[entry] = 0;
+    std::fill_n(first_.begin() + offset_t(entry) * heads_, heads_, 0);
   }
 
  private:
   index_t heads_;
-  host_vector<token_bound> bounds_;  // by place
-  host_vector<index_t> since_;       // by place
-  host_vector<index_t> first_;       // [places, kv_heads]
+  host_vector<token_bound> bounds_;  // by entry
+  host_vector<index_t> since_;       // by entry
+  host_vector<index_t> first_;       // [entries, kv_heads]
 };
 
 namespace detail {
 
 inline constexpr int entries_at_a_time = 384;  // 3 KiB of a launch's parameters
 struct some_entries {
-  index_t at[entries_at_a_time], blocks[entries_at_a_time];
+  index_t index[entries_at_a_time], blocks[entries_at_a_time];
 };
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     set_entries_entry(const __grid_constant__ some_entries given, index_t count, index_t* to) {
-  for (index_t i = index_t(threadIdx.x); i < count; i += Threads) to[given.at[i]] = given.blocks[i];
+  for (index_t i = index_t(threadIdx.x); i < count; i += Threads) to[given.index[i]] = given.blocks[i];
 }
 
 }  // namespace detail
 
-/// Pages of all layers and sequences come from one pool, whose memory is taken when this is made. Who holds which page
-/// is the host's (runtime/ragged_pool.hpp); the device reads a flat table of blocks, one row a (layer, sequence,
-/// kv_head), which gets the entries that a change of shape brings in one launch. Nothing moves when a place grows.
-/// Bytes    of a place: what the columns of its heads take in the pages that their groups hold.
+/// Pages of all layers and sequences come from one pool, whose memory is allocated when this is made. The host knows
+/// who owns which page (runtime/ragged_pool.hpp). The device reads a flat table of blocks, one row for every (layer,
+/// sequence, kv_head). One launch writes the table's new elements after a change. Nothing moves when an entry grows.
+/// Bytes    of an entry: the columns of its heads in the pages that their groups own.
 template <class Layout>
 class placed_rows<Layout, ragged_pages> {
  public:
@@ -104,12 +104,12 @@ class placed_rows<Layout, ragged_pages> {
   using view_type = kv_view<view_element<encoding_type>, Layout::k_dim, csr_table, Layout::v_dim>;
 
   static constexpr bool keeps_in_place = true;
-  static offset_t rows_for(const ragged_pages& where, index_t places, index_t kv_heads, index_t tokens) {
-    return offset_t(places) * kv_heads * ceil_div(tokens, where.page) * where.page;
+  static offset_t rows_for(const ragged_pages& where, index_t entries, index_t kv_heads, index_t tokens) {
+    return offset_t(entries) * kv_heads * ceil_div(tokens, where.page) * where.page;
   }
 
-  /// `rows`: tokens of single kv_heads, as for every placement; where the placement says how many pages there are, that
-  /// counts.
+  /// `rows`: tokens of single kv_heads, as for every placement. Where the placement gives a number of pages, that
+  /// number holds instead.
   placed_rows(const ragged_pages& where, index_t layers, index_t sequences, index_t kv_heads, index_t tokens,
               offset_t rows)
       : layers_(layers),
@@ -120,25 +120,25 @@ class placed_rows<Layout, ragged_pages> {
         groups_(where.groups(layers, kv_heads)),
         pages_(where.max_pages > 0 ? where.max_pages : pages_of(rows)),
         pool_(groups_.count(), pages_),
-        room_(std::size_t(layers) * std::size_t(sequences) * std::size_t(kv_heads)),
+        capacity_(std::size_t(layers) * std::size_t(sequences) * std::size_t(kv_heads)),
         wanted_(std::size_t(sequences) * std::size_t(groups_.count())),
         wanted_by_(std::size_t(sequences)),
         k_(std::size_t(offset_t(pages_) * page_rows()) * Layout::k_dim),
         v_(std::size_t(offset_t(pages_) * page_rows()) * Layout::v_dim),
         scales_(encoding_type::scaled ? std::size_t(2 * offset_t(pages_) * page_rows()) : 0),
-        tables_(room_.size() * std::size_t(widest_)),
+        tables_(capacity_.size() * std::size_t(widest_)),
         firsts_(1, sequences, kv_heads) {
     require(tables_.size() < std::size_t(1) << 31, "entries of all page tables", tables_.size(), "below 2^31",
             "lower cache_options::tokens or sequences, or take larger pages");
     pool_.open(sequences - 1);
     host_vector<index_t> firsts;
     for (index_t row = 0; row < sequences * kv_heads; ++row) firsts.push_back(row * widest_);
-    check(cudaMemcpy(firsts_.of({}), firsts.data(), firsts.size() * sizeof(index_t), cudaMemcpyHostToDevice),
+    check(cudaMemcpy(firsts_.entry({}), firsts.data(), firsts.size() * sizeof(index_t), cudaMemcpyHostToDevice),
           "cudaMemcpy");
     check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // streams of the caller's do not wait for it
   }
 
-  view_type view(sequence_layer owner) const { return view(owner.layer, firsts_.of({0, owner.id}), 1); }
+  view_type view(sequence_layer owner) const { return view(owner.layer, firsts_.entry({0, owner.id}), 1); }
   view_type batch_view(index_t layer, index_t batch) const { return view(layer, firsts_.batch(0), batch); }
   detail::gathered_column column() const { return firsts_.gathered(); }
 
@@ -152,12 +152,13 @@ class placed_rows<Layout, ragged_pages> {
   static constexpr bool moves() { return false; }
   void abandon() { plan(); }
 
-  /// Errors   more pages than nobody holds or has been promised: tessera::error.
-  void plan_room(std::size_t place, const held_tokens& held, index_t tokens) {
+  /// Errors   too few pages are neither owned nor promised: tessera::error.
+  void plan_room(std::size_t entry, const stored_tokens& held, index_t tokens) {
     for (index_t h = 0; h < heads_; ++h) {
-      const index_t group = group_of(place, h), room = room_[place * std::size_t(heads_) + std::size_t(h)];
-      want(id_of(place), group, groups_.pages_for(group, held.of(h) + tokens, page_));
-      entries_planned_ += std::size_t((std::max)(0, ceil_div(held.of(h) + tokens, page_) - ceil_div(room, page_)));
+      const index_t group = group_of(entry, h), capacity = capacity_[entry * std::size_t(heads_) + std::size_t(h)];
+      want(id_of(entry), group, groups_.pages_for(group, held.head(h) + tokens, page_));
+      entries_planned_ +=
+          std::size_t((std::max)(0, ceil_div(held.head(h) + tokens, page_) - ceil_div(capacity, page_)));
     }
     entries_.reserve(entries_planned_);
     require(pool_.claimed() + more_ <= pages_, "pages of the pool", pages_,
@@ -165,29 +166,29 @@ class placed_rows<Layout, ragged_pages> {
             "raise cache_options::rows or the placement's max_pages, or close a sequence");
     tokens_planned_ = tokens;
   }
-  void commit_room(std::size_t place, const index_t*, const held_tokens& held, cudaStream_t) {
-    const index_t id = id_of(place);
+  void commit_room(std::size_t entry, const index_t*, const stored_tokens& held, cudaStream_t) {
+    const index_t id = id_of(entry);
     for (index_t h = 0; h < heads_; ++h) {
-      const index_t tokens = held.of(h) + tokens_planned_, group = group_of(place, h);
-      index_t& room = room_[place * std::size_t(heads_) + std::size_t(h)];
-      if (tokens <= room) continue;
+      const index_t tokens = held.head(h) + tokens_planned_, group = group_of(entry, h);
+      index_t& capacity = capacity_[entry * std::size_t(heads_) + std::size_t(h)];
+      if (tokens <= capacity) continue;
       pool_.acquire(id, group, groups_.pages_for(group, tokens, page_));
       const auto pages = pool_.pages(id, group);
-      const offset_t row = (offset_t(place) * heads_ + h) * widest_;
-      for (index_t i = ceil_div(room, page_); i < ceil_div(tokens, page_); ++i) {
-        entries_.push_back({index_t(row + i), groups_.block(head_of(place, h), i, pages)});
+      const offset_t row = (offset_t(entry) * heads_ + h) * widest_;
+      for (index_t i = ceil_div(capacity, page_); i < ceil_div(tokens, page_); ++i) {
+        entries_.push_back({index_t(row + i), groups_.block(head_of(entry, h), i, pages)});
       }
-      room = tokens;
+      capacity = tokens;
     }
-    most_used_ = (std::max)(most_used_, offset_t(pool_.made()) - pool_.idle());
+    peak_used_ = (std::max)(peak_used_, offset_t(pool_.made()) - pool_.idle());
   }
-  /// All places of a plan have been committed: the tables get what is new in them.
+  /// Writes what is new in the tables. Called when all entries of a plan have been committed.
   void finish(cudaStream_t stream) {
     for (std::size_t first = 0; first < entries_.size(); first += detail::entries_at_a_time) {
       detail::some_entries some;
       const std::size_t count = (std::min)(entries_.size() - first, std::size_t(detail::entries_at_a_time));
       for (std::size_t i = 0; i < count; ++i) {
-        some.at[i] = entries_[first + i].at;
+        some.index[i] = entries_[first + i].index;
         some.blocks[i] = entries_[first + i].block;
       }
       detail::set_entries_entry<128><<<1, 128, 0, stream>>>(some, index_t(count), tables_.data());
@@ -195,53 +196,53 @@ class placed_rows<Layout, ragged_pages> {
     }
     entries_.clear();
   }
-  void took(std::size_t, index_t) {}
+  void grew(std::size_t, index_t) {}
 
   void plan_keep(std::size_t, const token_bound&, const token_bound&) {}
-  /// Rows move down in their own pages; a group's pages behind its longest head go back to the pool.
+  /// Rows move down in their own pages. A group's pages behind its longest head return to the pool.
   template <class Mover, class Problem>
-  void keep(std::size_t place, const Problem& problem, const Mover& mover, const held_tokens& kept,
+  void keep(std::size_t entry, const Problem& problem, const Mover& mover, const stored_tokens& kept,
             cudaStream_t stream) {
     mover.in_place.run(problem, mover.scratch.data(), stream);
-    for (index_t h = 0; h < heads_; ++h) room_[place * std::size_t(heads_) + std::size_t(h)] = kept.of(h);
-    give_back(place);
+    for (index_t h = 0; h < heads_; ++h) capacity_[entry * std::size_t(heads_) + std::size_t(h)] = kept.head(h);
+    release_pages(entry);
   }
-  void shrank(std::size_t place, index_t, const held_tokens& left) {
+  void shrank(std::size_t entry, index_t, const stored_tokens& left) {
     for (index_t h = 0; h < heads_; ++h) {
-      index_t& room = room_[place * std::size_t(heads_) + std::size_t(h)];
-      room = (std::min)(room, left.of(h));
+      index_t& capacity = capacity_[entry * std::size_t(heads_) + std::size_t(h)];
+      capacity = (std::min)(capacity, left.head(h));
     }
-    give_back(place);
+    release_pages(entry);
   }
-  /// Pages stay: room for new tokens was counted with them.
+  /// Pages stay: the room for new tokens was counted with them.
   void dropped(std::size_t, index_t) {}
-  void plan_copy(std::size_t to, const held_tokens& held) { plan_room(to, held, 0); }
-  void commit_copy(std::size_t from, std::size_t to, const index_t* lengths, const held_tokens& held,
+  void plan_copy(std::size_t to, const stored_tokens& held) { plan_room(to, held, 0); }
+  void commit_copy(std::size_t from, std::size_t to, const index_t* lengths, const stored_tokens& held,
                    cudaStream_t stream) {
     commit_room(to, lengths, held, stream);
     finish(stream);  // its table is read now
     const block_pool<Layout> pool{k_.data(), v_.data(), scales_.data(), offset_t(pages_) * groups_.heads, page_};
-    const auto table = [&](std::size_t place) { return tables_.data() + offset_t(place) * heads_ * widest_; };
+    const auto table = [&](std::size_t entry) { return tables_.data() + offset_t(entry) * heads_ * widest_; };
     pool.copy(heads_, ceil_div(held.longest, page_), lengths, page_, table(from), table(to), widest_, stream);
   }
-  void clear(std::size_t place) {
-    std::fill_n(room_.begin() + offset_t(place) * heads_, heads_, 0);
-    give_back(place);
-    pool_.reserve(id_of(place), 0);
+  void clear(std::size_t entry) {
+    std::fill_n(capacity_.begin() + offset_t(entry) * heads_, heads_, 0);
+    release_pages(entry);
+    pool_.reserve(id_of(entry), 0);
   }
 
-  /// Sets `pages` aside for a sequence, those that it holds included.
+  /// Sets `pages` aside for a sequence, those that it owns included.
   void reserve(index_t id, index_t pages) { pool_.reserve(id, pages); }
-  /// As many as it holds with `tokens` more in every head, 0: no more than it holds. `held_of(layer)`: what its heads
-  /// hold.
+  /// Sets aside as many pages as a sequence owns with `tokens` more in every head; 0: no more than it owns.
+  /// `held_of(layer)`: what its heads store.
   template <class HeldOf>
   void expect(index_t id, index_t tokens, const HeldOf& held_of) {
     host_vector<index_t> longest(std::size_t(groups_.count()), 0);
     for (index_t layer = 0; layer < layers_; ++layer) {
-      const held_tokens held = held_of(layer);
+      const stored_tokens held = held_of(layer);
       for (index_t h = 0; h < heads_; ++h) {
-        index_t& most = longest[std::size_t(groups_.group[std::size_t(layer * heads_ + h)])];
-        most = (std::max)(most, held.of(h) + tokens);
+        index_t& largest = longest[std::size_t(groups_.group[std::size_t(layer * heads_ + h)])];
+        largest = (std::max)(largest, held.head(h) + tokens);
       }
     }
     offset_t pages = tokens > 0 ? pool_.reserved(id) : 0, with = 0;
@@ -252,53 +253,53 @@ class placed_rows<Layout, ragged_pages> {
 
   const head_groups& groups() const { return groups_; }
   index_t page() const { return page_; }
-  /// Pages that a group of a sequence holds.
+  /// Pages that a group of a sequence owns.
   index_t page_count(index_t id, index_t group) const { return index_t(pool_.pages(id, group).size()); }
   const ragged_pool& pages() const { return pool_; }
 
-  offset_t bytes(std::size_t place) const {
+  offset_t bytes(std::size_t entry) const {
     offset_t blocks = 0;
     for (index_t h = 0; h < heads_; ++h) {
-      const index_t group = group_of(place, h);
-      blocks += offset_t(page_count(id_of(place), group)) * groups_.blocks_of_page(group);
+      const index_t group = group_of(entry, h);
+      blocks += offset_t(page_count(id_of(entry), group)) * groups_.blocks_of_page(group);
     }
     return blocks * page_ * Layout::token_bytes();
   }
-  offset_t peak_bytes() const { return most_used_ * page_rows() * Layout::token_bytes(); }
+  offset_t peak_bytes() const { return peak_used_ * page_rows() * Layout::token_bytes(); }
 
  private:
-  struct entry {
-    index_t at, block;
+  struct table_entry {
+    index_t index, block;
   };
 
   offset_t page_rows() const { return offset_t(page_) * groups_.heads; }
   index_t pages_of(offset_t rows) const { return index_t((rows + page_rows() - 1) / page_rows()); }
-  index_t id_of(std::size_t place) const { return index_t(place) % sequences_; }
-  index_t head_of(std::size_t place, index_t head) const { return index_t(place) / sequences_ * heads_ + head; }
-  index_t group_of(std::size_t place, index_t head) const { return groups_.group[std::size_t(head_of(place, head))]; }
+  index_t id_of(std::size_t entry) const { return index_t(entry) % sequences_; }
+  index_t head_of(std::size_t entry, index_t head) const { return index_t(entry) / sequences_ * heads_ + head; }
+  index_t group_of(std::size_t entry, index_t head) const { return groups_.group[std::size_t(head_of(entry, head))]; }
 
-  /// A group of a sequence is to hold so many pages when the plan is committed.
+  /// Plans that a group of a sequence owns so many pages.
   void want(index_t id, index_t group, index_t pages) {
     const std::size_t at = std::size_t(id) * std::size_t(groups_.count()) + std::size_t(group);
-    const index_t before = (std::max)(wanted_[at], page_count(id, group));
-    if (pages <= before) return;
+    const index_t planned = (std::max)(wanted_[at], page_count(id, group));
+    if (pages <= planned) return;
     pool_.make_room(id, group, pages);
     if (wanted_[at] == 0) touched_.push_back(at);
     wanted_[at] = pages;
     const index_t claim = (std::max)(pool_.page_count(id) + wanted_by_[std::size_t(id)], pool_.reserved(id));
-    wanted_by_[std::size_t(id)] += pages - before;
+    wanted_by_[std::size_t(id)] += pages - planned;
     more_ += (std::max)(pool_.page_count(id) + wanted_by_[std::size_t(id)], pool_.reserved(id)) - claim;
   }
-  void give_back(std::size_t place) {
-    const index_t id = id_of(place);
+  void release_pages(std::size_t entry) {
+    const index_t id = id_of(entry);
     for (index_t h = 0; h < heads_; ++h) {
-      const index_t group = group_of(place, h);
+      const index_t group = group_of(entry, h);
       index_t longest = 0;
       for (const index_t member : groups_.row(group)) {
         const index_t layer = member / heads_;
         longest = (std::max)(
-            longest, room_[(std::size_t(layer) * std::size_t(sequences_) + std::size_t(id)) * std::size_t(heads_) +
-                           std::size_t(member % heads_)]);
+            longest, capacity_[(std::size_t(layer) * std::size_t(sequences_) + std::size_t(id)) * std::size_t(heads_) +
+                               std::size_t(member % heads_)]);
       }
       pool_.release(id, group, groups_.pages_for(group, longest, page_));
     }
@@ -323,15 +324,15 @@ class placed_rows<Layout, ragged_pages> {
   head_groups groups_;
   index_t pages_;
   ragged_pool pool_;
-  host_vector<index_t> room_;       // by place and kv_head: tokens that there is room for
-  host_vector<index_t> wanted_;     // by sequence and group: pages that the plan needs; 0: no more than are held
-  host_vector<index_t> wanted_by_;  // by sequence: pages beyond those that it holds
+  host_vector<index_t> capacity_;   // by entry and kv_head: tokens that its pages have room for
+  host_vector<index_t> wanted_;     // by sequence and group: pages that the plan needs; 0: no more than are owned
+  host_vector<index_t> wanted_by_;  // by sequence: pages beyond those that it owns
   host_vector<std::size_t> touched_;
-  offset_t more_ = 0;  // what the plan claims of the pool beyond what is claimed
+  offset_t more_ = 0;  // pages that the plan claims beyond those that are claimed already
   index_t tokens_planned_ = 0;
-  offset_t most_used_ = 0;
+  offset_t peak_used_ = 0;
   std::size_t entries_planned_ = 0;
-  host_vector<entry> entries_;  // of tables, until they are sent
+  host_vector<table_entry> entries_;  // of the tables, until they are written
   device_buffer<stored_type> k_, v_;
   device_buffer<float> scales_;
   device_buffer<index_t> tables_;

@@ -18,25 +18,25 @@ namespace cuda {
 
 namespace detail {
 
-/// Block i of a row of one table to block i of the same row of another: x a block, y a row, z a plane, whose
-/// `row_bytes` are those of a block. `tokens` of a row, in blocks of `page`, where rows are of uneven length; null:
-/// every block of the grid.
+/// Copies block i of a row of one table to block i of the same row of another. blockIdx: x a block, y a row, z a plane,
+/// whose `row_bytes` are those of a block. `tokens`: the length of each row, in blocks of `page`; null: every block of
+/// the grid.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     copy_blocks_entry(const __grid_constant__ plane_list list, const index_t* tokens, index_t page, const index_t* from,
                       const index_t* to, index_t stride) {
-  const offset_t at = offset_t(blockIdx.y) * stride + blockIdx.x;
+  const offset_t index = offset_t(blockIdx.y) * stride + blockIdx.x;
   if (tokens && index_t(blockIdx.x) >= ceil_div(tokens[blockIdx.y], page)) return;
   const plane p = list.planes[blockIdx.z];
-  const offset_t each = p.row_bytes / 4;
-  const auto* source = reinterpret_cast<const std::uint32_t*>(p.data) + from[at] * each;
-  auto* target = reinterpret_cast<std::uint32_t*>(p.data) + to[at] * each;
-  for (offset_t i = threadIdx.x; i < each; i += Threads) target[i] = source[i];
+  const offset_t block_words = p.row_bytes / 4;
+  const auto* source = reinterpret_cast<const std::uint32_t*>(p.data) + from[index] * block_words;
+  auto* target = reinterpret_cast<std::uint32_t*>(p.data) + to[index] * block_words;
+  for (offset_t i = threadIdx.x; i < block_words; i += Threads) target[i] = source[i];
 }
 
 }  // namespace detail
 
-/// A pool of `all` blocks of `rows` rows each, and what is to be copied of it: see `copy_blocks_entry`.
+/// A pool of `all` blocks of `rows` rows each, and copies within it: see `copy_blocks_entry`.
 template <class Layout>
 struct block_pool {
   using encoding_type = typename Layout::encoding_type;
@@ -45,7 +45,7 @@ struct block_pool {
   float* scales;  ///< of rows that are scaled: those of K, then those of V
   offset_t all, rows;
 
-  /// The blocks that `rows_of_table` rows of one table name, at most `blocks` each, become those of another.
+  /// Copies the blocks that `rows_of_table` rows of one table name, at most `blocks` each, to those of another.
   void copy(index_t rows_of_table, index_t blocks, const index_t* tokens, index_t page, const index_t* from,
             const index_t* to, index_t stride, cudaStream_t stream) const {
     if (blocks == 0) return;
@@ -62,22 +62,21 @@ struct block_pool {
   }
 };
 
-/// Where a cache's rows lie; specialised by placement. A place is layer * sequences + id. Changes are planned on the
-/// host first: `plan`, any number of `plan_room` and `plan_keep`, then `commit_*` for the same places in the same
+/// Where a cache's rows lie; specialised by placement. An entry is layer * sequences + id. Changes are planned on the
+/// host first: `plan`, then any number of `plan_room` and `plan_keep`, then `commit_*` for the same entries in the same
 /// order; or `abandon`.
-///   rows_for(placement, places, kv_heads, tokens), and made with (placement, layers, sequences, kv_heads, tokens,
+///   rows_for(placement, entries, kv_heads, tokens), and made with (placement, layers, sequences, kv_heads, tokens,
 ///   rows)
 ///   view(owner), batch_view(layer)      rows without lengths and positions
-///   columns()                               what a step table has to gather
-///   plan_room(place, held, tokens), commit_room(place, lengths, held, stream)
-///   plan_keep(place, held, kept), keep(...)   the chosen slots alone stay
-///   shrank(place, gained, held)               rows went, and their room is given back as far as the placement likes
-///   dropped(place, gained)                    rows went, and room that was committed before stays
-///   plan_copy(to, held), commit_copy(from, to, lengths, held, stream)   an empty place gets what another one, which
-///                                                                       has such
-///                                             bounds and lengths, holds
-///   took(place, tokens), clear(place), bytes(place)
-/// `held` is a held_tokens: bounds of all heads, and of each.
+///   columns()                           what a step table has to gather
+///   plan_room(entry, held, tokens), commit_room(entry, lengths, held, stream)
+///   plan_keep(entry, held, kept), keep(...)   only the chosen slots stay
+///   shrank(entry, gained, held)         rows were dropped; the placement may release their room
+///   dropped(entry, gained)              rows were dropped; room that was committed before stays
+///   plan_copy(to, held), commit_copy(from, to, lengths, held, stream)   an empty entry gets what another one stores,
+///                                       which has these bounds and lengths
+///   grew(entry, tokens), clear(entry), bytes(entry)
+/// `held` is a stored_tokens: bounds of all heads, and of each.
 template <class Layout, class Placement = typename Layout::placement_type>
 class placed_rows {
   static_assert(sizeof(Placement) == 0,
@@ -99,7 +98,7 @@ host_vector<index_t> planes_of() {
 
 }  // namespace detail
 
-/// One pool; a place's heads lie in one run, each with room behind it.
+/// One pool. An entry's heads lie in one run, each with room behind it.
 template <class Layout>
 class placed_rows<Layout, runs> {
  public:
@@ -108,11 +107,11 @@ class placed_rows<Layout, runs> {
   using view_type = kv_view<view_element<encoding_type>, Layout::k_dim, ragged, Layout::v_dim>;
 
   static constexpr bool keeps_in_place = false;
-  static offset_t rows_for(const runs&, index_t places, index_t kv_heads, index_t tokens) {
-    return run_pool::rows_for(places, kv_heads, tokens);
+  static offset_t rows_for(const runs&, index_t entries, index_t kv_heads, index_t tokens) {
+    return run_pool::rows_for(entries, kv_heads, tokens);
   }
 
-  /// No head of a place ever holds more than `tokens`.
+  /// No head of an entry ever stores more than `tokens`.
   placed_rows(const runs&, index_t layers, index_t sequences, index_t kv_heads, index_t tokens, offset_t rows)
       : order_{sequences},
         heads_(kv_heads),
@@ -120,47 +119,45 @@ class placed_rows<Layout, runs> {
         pool_(layers * sequences, kv_heads, rows, detail::planes_of<Layout>(), "rows of the cache"),
         begins_(layers, sequences, kv_heads) {}
 
-  view_type view(sequence_layer owner) const { return view(begins_.of(owner), 1); }
+  view_type view(sequence_layer owner) const { return view(begins_.entry(owner), 1); }
   view_type batch_view(index_t layer, index_t batch) const { return view(begins_.batch(layer), batch); }
   detail::gathered_column column() const { return begins_.gathered(); }
 
-  /// What a store needs to give the pool another size; other placements need not have them.
+  /// What a store needs to resize the pool; other placements need not have it.
   run_pool& pool() { return pool_; }
-  offset_t* begins(std::size_t place) const {
-    return begins_.of(order_.owner(place));
-  }
+  offset_t* begins(std::size_t entry) const { return begins_.entry(order_.owner(entry)); }
 
   void plan() { pool_.plan(); }
   bool moves() const { return pool_.moves(); }
   void abandon() { pool_.abandon(); }
 
   /// Room for `tokens` more in every head.
-  void plan_room(std::size_t place, const token_bound& held, index_t tokens) {
-    if (pool_.room(place) >= tokens) return;
+  void plan_room(std::size_t entry, const token_bound& held, index_t tokens) {
+    if (pool_.free_rows(entry) >= tokens) return;
     const index_t room = tokens + pool_.room_behind(held.longest + tokens, tokens_);
-    pool_.plan_run(place, held.total + offset_t(heads_) * room, room);
+    pool_.plan_run(entry, held.total + offset_t(heads_) * room, room);
   }
-  void commit_room(std::size_t place, const index_t* lengths, const token_bound& held, cudaStream_t stream) {
+  void commit_room(std::size_t entry, const index_t* lengths, const token_bound& held, cudaStream_t stream) {
     if (!pool_.lay_out(
-            place, lengths, [&](std::size_t p) { return begins(p); }, stream))
+            entry, lengths, [&](std::size_t p) { return begins(p); }, stream))
       return;
-    pool_.move(begins(place), lengths, held.longest, stream);
-    pool_.adopt(begins(place), stream);
+    pool_.move(begins(entry), lengths, held.longest, stream);
+    pool_.adopt(begins(entry), stream);
   }
-  void took(std::size_t place, index_t tokens) { pool_.took(place, tokens); }
+  void grew(std::size_t entry, index_t tokens) { pool_.grew(entry, tokens); }
 
-  void plan_keep(std::size_t place, const token_bound&, const token_bound& kept) {
+  void plan_keep(std::size_t entry, const token_bound&, const token_bound& kept) {
     const index_t room = pool_.room_behind(kept.longest, tokens_);
-    pool_.plan_run(place, kept.total + offset_t(heads_) * room, room);
+    pool_.plan_run(entry, kept.total + offset_t(heads_) * room, room);
   }
   /// `problem` has what is chosen, its columns and lengths; rows move to the run that was planned.
   template <class Mover, class Problem>
-  void keep(std::size_t place, Problem problem, const Mover& mover, const token_bound&, cudaStream_t stream) {
+  void keep(std::size_t entry, Problem problem, const Mover& mover, const token_bound&, cudaStream_t stream) {
     pool_.lay_out(
-        place, problem.chosen.counts, [&](std::size_t p) { return begins(p); }, stream);
+        entry, problem.chosen.counts, [&](std::size_t p) { return begins(p); }, stream);
     problem.target.table.begin = pool_.new_begins();
-    mover.fresh.run(problem, nullptr, stream);
-    pool_.adopt(begins(place), stream);
+    mover.new_run.run(problem, nullptr, stream);
+    pool_.adopt(begins(entry), stream);
   }
   void plan_copy(std::size_t to, const token_bound& held) { plan_keep(to, {}, held); }
   void commit_copy(std::size_t from, std::size_t to, const index_t* lengths, const token_bound& held,
@@ -168,13 +165,13 @@ class placed_rows<Layout, runs> {
     pool_.copy_run(
         from, to, lengths, held.longest, [&](std::size_t p) { return begins(p); }, stream);
   }
-  /// After rows were dropped in place: every head has room for `gained` more.
-  void shrank(std::size_t place, index_t gained, const token_bound&) { pool_.took(place, -gained); }
-  void dropped(std::size_t place, index_t gained) { pool_.took(place, -gained); }
+  /// Rows were dropped in place: every head has room for `gained` more.
+  void shrank(std::size_t entry, index_t gained, const token_bound&) { pool_.grew(entry, -gained); }
+  void dropped(std::size_t entry, index_t gained) { pool_.grew(entry, -gained); }
 
-  void clear(std::size_t place) { pool_.clear(place); }
-  offset_t bytes(std::size_t place) const { return pool_.rows(place) * Layout::token_bytes(); }
-  offset_t peak_bytes() const { return pool_.most_rows() * Layout::token_bytes(); }
+  void clear(std::size_t entry) { pool_.clear(entry); }
+  offset_t bytes(std::size_t entry) const { return pool_.rows(entry) * Layout::token_bytes(); }
+  offset_t peak_bytes() const { return pool_.peak_rows() * Layout::token_bytes(); }
 
  private:
   view_type view(const offset_t* begins, index_t batch) const {

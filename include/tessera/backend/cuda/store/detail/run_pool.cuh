@@ -1,4 +1,4 @@
-// Runs of rows that move together: a pool of planes on the device, handed out on the host.
+// Runs of rows that move together: a pool of planes on the device, allocated on the host.
 #pragma once
 
 #include <algorithm>
@@ -24,13 +24,13 @@ struct plane {
 
 namespace detail {
 
-inline constexpr int most_planes = 4;
+inline constexpr int max_planes = 4;
 struct plane_list {
-  plane planes[most_planes];
+  plane planes[max_planes];
 };
 
-/// New beginnings of one place's heads: one after another from `first`, each with its tokens and `room` more; without
-/// counts, each with `room`.
+/// Writes where the heads of one entry begin: one after another from `first`, each with its tokens and `room` more.
+/// Without counts each head has `room`.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     lay_out_entry(const index_t* counts, index_t heads, index_t room, offset_t first, offset_t* begins) {
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Threads) shift_begins_entry(offset_t* begins, 
   if (index_t(threadIdx.x) < heads) begins[threadIdx.x] -= down;
 }
 
-/// Copies the rows of a place's heads to other beginnings, which nothing else uses: y a head, z a plane.
+/// Copies the rows of an entry's heads to rows that nothing else uses. blockIdx: y a head, z a plane.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     move_rows_entry(const __grid_constant__ plane_list list, const index_t* lengths, const offset_t* from,
@@ -55,9 +55,9 @@ __global__ void __launch_bounds__(Threads)
   const index_t h = blockIdx.y;
   const auto copy = [&](auto unit) {
     using word = decltype(unit);
-    const offset_t each = p.row_bytes / offset_t(sizeof(word)), count = lengths[h] * each;
-    const word* source = reinterpret_cast<const word*>(p.data) + from[h] * each;
-    word* target = reinterpret_cast<word*>(p.data) + to[h] * each;
+    const offset_t row_words = p.row_bytes / offset_t(sizeof(word)), count = lengths[h] * row_words;
+    const word* source = reinterpret_cast<const word*>(p.data) + from[h] * row_words;
+    word* target = reinterpret_cast<word*>(p.data) + to[h] * row_words;
     for (offset_t i = offset_t(blockIdx.x) * Threads + threadIdx.x; i < count; i += offset_t(gridDim.x) * Threads)
       target[i] = source[i];
   };
@@ -69,20 +69,20 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Rows of all places, one run a place, heads one behind the other; a place is a (layer, sequence).
+/// Rows of all entries, one run an entry, its heads one behind the other. An entry is a (layer, sequence).
 ///
-/// The device holds where each head begins (`begins` below, kept by the caller), so that recorded launches follow rows
-/// that move. The host holds each run and for how many more tokens of every head it has room. Changes are planned on
-/// the host first, for all places that a call concerns, and then carried out on the stream in the same order: a plan
-/// that does not fit changes nothing. Where no free run is long enough but all together are, the pool closes its gaps:
-/// it can be used to the last row.
+/// The device holds where each head begins (`begins` below, the caller's memory), so recorded launches follow rows that
+/// move. The host holds each run and how many more tokens of every head fit into it. Changes are planned on the host
+/// first, for all entries that a call concerns. They are then carried out on the stream in the same order. A plan that
+/// does not fit changes nothing. Where no free run is long enough but all of them together are, the pool closes its
+/// gaps: it can be used to the last row.
 class run_pool {
  public:
-  run_pool(index_t places, index_t kv_heads, offset_t rows, const host_vector<index_t>& row_bytes, const char* what)
+  run_pool(index_t entries, index_t kv_heads, offset_t rows, const host_vector<index_t>& row_bytes, const char* what)
       : heads_(kv_heads),
         rows_(rows),
         what_(what),
-        runs_(std::size_t(places)),
+        runs_(std::size_t(entries)),
         new_begins_(std::size_t(kv_heads)),
         spare_(row_bytes.empty() || rows == 0 ? 0 : spare_bytes) {
     for (const index_t bytes : row_bytes) {
@@ -91,10 +91,10 @@ class run_pool {
     }
   }
 
-  /// Rows that let every place hold `tokens` tokens a head, whatever the order of growing: what moves needs a free run
-  /// beside its old one.
-  static offset_t rows_for(index_t places, index_t kv_heads, index_t tokens) {
-    return (offset_t(places) + 1) * kv_heads * tokens;
+  /// Rows that let every entry hold `tokens` tokens a head, in whatever order entries grow: an entry that moves needs a
+  /// free run beside its old one.
+  static offset_t rows_for(index_t entries, index_t kv_heads, index_t tokens) {
+    return (offset_t(entries) + 1) * kv_heads * tokens;
   }
 
   template <class T>
@@ -102,39 +102,39 @@ class run_pool {
     return which < memory_.size() ? reinterpret_cast<T*>(memory_[which].data()) : nullptr;
   }
   bool holds_planes() const { return !memory_.empty(); }
-  /// Where the run that is being filled begins, by head: see `lay_out`.
+  /// Where the heads of the run that is being filled begin: see `lay_out`.
   const offset_t* new_begins() const { return new_begins_.data(); }
 
-  /// From now on heads that move get room for so many tokens in all, or more.
+  /// From now on heads that move get room for at least so many tokens in all.
   void hold_at_least(index_t tokens) { least_held_ = tokens; }
-  /// Room for so many tokens beyond the `tokens` of a head that moves; no head ever holds more than `most`.
-  index_t room_behind(index_t tokens, index_t most) const {
-    return std::clamp(most - tokens, 0, (std::max)(least_held_ - tokens, spare_room(tokens)));
+  /// Tokens to leave room for behind the `tokens` of a head that moves. No head ever holds more than `capacity`.
+  index_t room_behind(index_t tokens, index_t capacity) const {
+    return std::clamp(capacity - tokens, 0, (std::max)(least_held_ - tokens, spare_room(tokens)));
   }
-  /// Tokens that every head of a place can still take; rows that it holds.
-  index_t room(std::size_t place) const { return runs_[place].room; }
-  offset_t rows(std::size_t place) const { return runs_[place].rows; }
+  /// Rows that every head of an entry has free.
+  index_t free_rows(std::size_t entry) const { return runs_[entry].free_rows; }
+  /// Rows of an entry's run.
+  offset_t rows(std::size_t entry) const { return runs_[entry].rows; }
   offset_t row_bytes() const {
     offset_t total = 0;
     for (const index_t bytes : row_bytes_) total += bytes;
     return total;
   }
-  offset_t most_rows() const { return most_used_; }
+  offset_t peak_rows() const { return peak_used_; }
 
   // --- another size
   // ---------------------------------------------------------------------------------------------------
 
-  /// Rows with which every place can take `tokens` tokens more in each head, whatever the order. held: what places
-  /// hold.
-  offset_t rows_to_take(const host_vector<token_bound>& held, index_t tokens, index_t most) const {
+  /// Rows with which every entry can store `tokens` more in each head, in whatever order. `held`: what entries store.
+  offset_t rows_to_take(const host_vector<token_bound>& held, index_t tokens, index_t capacity) const {
     offset_t total = 0, largest = 1;
-    for (std::size_t place = 0; place < runs_.size(); ++place) {
-      const index_t longest = held[place].longest + tokens;
+    for (std::size_t entry = 0; entry < runs_.size(); ++entry) {
+      const index_t longest = held[entry].longest + tokens;
       const offset_t rows =
-          room(place) >= tokens
-              ? runs_[place].rows
-              : (std::max)(runs_[place].rows,
-                         held[place].total + offset_t(heads_) * (tokens + room_behind(longest, most)));
+          free_rows(entry) >= tokens
+              ? runs_[entry].rows
+              : (std::max)(runs_[entry].rows,
+                           held[entry].total + offset_t(heads_) * (tokens + room_behind(longest, capacity)));
       total += rows;
       largest = (std::max)(largest, rows);
     }
@@ -146,87 +146,87 @@ class run_pool {
     for (const index_t bytes : row_bytes_) planes.emplace_back(std::size_t(rows) * std::size_t(bytes));
     return planes;
   }
-  /// Moves all runs to the planes that `planes_for(rows)` made. Launches that were recorded read memory that is no
-  /// more.
+  /// Moves all runs to the planes that `planes_for(rows)` made. Graphs that were recorded before read memory that no
+  /// longer exists.
   template <class Begins>
   void move_to(host_vector<device_buffer<std::byte>> planes, offset_t rows, const Begins& begins_of,
                cudaStream_t stream) {
     if (planes.empty()) return;
     offset_t end = 0;
-    for (const std::size_t place : in_order()) {
-      run& here = runs_[place];
+    for (const std::size_t entry : in_order()) {
+      run& moved = runs_[entry];
       for (std::size_t i = 0; i < planes.size(); ++i) {
         const offset_t bytes = row_bytes_[i];
-        check(cudaMemcpyAsync(planes[i].data() + end * bytes, memory_[i].data() + here.first * bytes,
-                              std::size_t(here.rows * bytes), cudaMemcpyDeviceToDevice, stream),
+        check(cudaMemcpyAsync(planes[i].data() + end * bytes, memory_[i].data() + moved.first * bytes,
+                              std::size_t(moved.rows * bytes), cudaMemcpyDeviceToDevice, stream),
               "cudaMemcpyAsync");
       }
-      shift_begins(begins_of(place), here.first - end, stream);
-      here.first = end;
-      end += here.rows;
+      shift_begins(begins_of(entry), moved.first - end, stream);
+      moved.first = end;
+      end += moved.rows;
     }
-    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");  // the old planes are given back now
+    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");  // the old planes are released now
     memory_ = std::move(planes);
     rows_ = rows;
   }
 
   // --- planning, on the host -----------------------------------------------------------------------------------------
 
-  /// Begins a plan; `abandon` puts everything back as it was then.
+  /// Begins a plan; `abandon` restores the state of this moment.
   void plan() {
-    before_ = runs_;
-    before_used_ = {used_, most_used_};
+    previous_ = runs_;
+    previous_used_ = {used_, peak_used_};
     steps_.clear();
     next_ = 0;
   }
-  /// Whether what is left of the plan moves runs that stay.
+  /// Whether the rest of the plan moves other runs.
   bool moves() const {
     return std::any_of(steps_.begin() + std::ptrdiff_t(next_), steps_.end(),
-                       [](const step& one) { return one.closes_gap; });
+                       [](const step& item) { return item.closes_gap; });
   }
   void abandon() {
-    runs_ = before_;
+    runs_ = previous_;
     order_.clear();
-    used_ = before_used_[0];
-    most_used_ = before_used_[1];
+    used_ = previous_used_[0];
+    peak_used_ = previous_used_[1];
     steps_.clear();
     next_ = 0;
   }
 
-  /// Plans a fresh run of `rows` rows for a place, with room for `room` tokens beyond what its heads then hold.
-  void plan_run(std::size_t place, offset_t rows, index_t room) {
+  /// Plans a new run of `rows` rows for an entry, with `room` rows free behind what each head then stores.
+  void plan_run(std::size_t entry, offset_t rows, index_t room) {
     if (rows_ == 0) return;
     const offset_t first = find(rows);
-    steps_.push_back({place, runs_[place].first, first, rows, false});
-    used_ += rows - runs_[place].rows;
-    most_used_ = (std::max)(most_used_, used_);
-    leave_order(place);
-    runs_[place] = {first, rows, room};
-    if (rows > 0) order_.insert(at_row(first), place);
+    steps_.push_back({entry, runs_[entry].first, first, rows, false});
+    used_ += rows - runs_[entry].rows;
+    peak_used_ = (std::max)(peak_used_, used_);
+    leave_order(entry);
+    runs_[entry] = {first, rows, room};
+    if (rows > 0) order_.insert(at_row(first), entry);
   }
-  /// Notes that every head took `tokens` more, or gained room.
-  void took(std::size_t place, index_t tokens) { runs_[place].room -= tokens; }
-  /// Gives a run back; not part of a plan.
-  void clear(std::size_t place) {
-    used_ -= runs_[place].rows;
-    leave_order(place);
-    runs_[place] = {};
+  /// Notes that every head grew by `tokens`, or shrank by as many where `tokens` is negative.
+  void grew(std::size_t entry, index_t tokens) { runs_[entry].free_rows -= tokens; }
+  /// Releases a run; not part of a plan.
+  void clear(std::size_t entry) {
+    used_ -= runs_[entry].rows;
+    leave_order(entry);
+    runs_[entry] = {};
   }
 
   // --- carrying out, on the stream -----------------------------------------------------------------------------------
 
-  /// Carries out what was planned before the place's fresh run, then lays it out for `counts` tokens by head; null:
-  /// evenly. begins_of(place): where its heads begin, on the device.
-  /// Returns whether there was a fresh run.
+  /// Carries out what was planned before the entry's new run, then lays the run out for `counts` tokens by head; null:
+  /// evenly. begins_of(entry): where its heads begin, on the device.
+  /// Returns whether there was a new run.
   template <class Begins>
-  bool lay_out(std::size_t place, const index_t* counts, const Begins& begins_of, cudaStream_t stream) {
+  bool lay_out(std::size_t entry, const index_t* counts, const Begins& begins_of, cudaStream_t stream) {
     for (; next_ < steps_.size(); ++next_) {
       const step& now = steps_[next_];
       if (now.closes_gap) {
-        close_gap(now, begins_of(now.place), stream);
-      } else if (now.place == place) {
-        const index_t room = counts ? runs_[place].room : index_t(runs_[place].rows / heads_);
-        detail::lay_out_entry<32><<<1, 32, 0, stream>>>(counts, heads_, room, now.to, new_begins_.data());
+        close_gap(now, begins_of(now.entry), stream);
+      } else if (now.entry == entry) {
+        const index_t room = counts ? runs_[entry].free_rows : index_t(runs_[entry].rows / heads_);
+        detail::lay_out_entry<32><<<1, 32, 0, stream>>>(counts, heads_, room, now.target, new_begins_.data());
         check(cudaGetLastError(), "launch of lay_out");
         ++next_;
         return true;
@@ -236,7 +236,7 @@ class run_pool {
     }
     return false;
   }
-  /// Copies what the place's heads hold to the run that was laid out.
+  /// Copies what the entry's heads store to the run that was laid out.
   void move(const offset_t* begins, const index_t* lengths, index_t longest, cudaStream_t stream) const {
     if (longest == 0 || memory_.empty()) return;
     detail::plane_list list;
@@ -246,7 +246,7 @@ class run_pool {
         list, lengths, begins, new_begins_.data());
     check(cudaGetLastError(), "launch of move_rows");
   }
-  /// Fills the fresh run of a place with what another one's heads hold, `counts` and at most `longest`.
+  /// Fills the new run of an entry with what another one's heads store: `counts` tokens, at most `longest`.
   template <class Begins>
   void copy_run(std::size_t from, std::size_t to, const index_t* counts, index_t longest, const Begins& begins_of,
                 cudaStream_t stream, bool even = false) {
@@ -254,7 +254,7 @@ class run_pool {
     move(begins_of(from), counts, longest, stream);
     adopt(begins_of(to), stream);
   }
-  /// The run that was laid out is the place's own from now on.
+  /// Makes the run that was laid out the entry's run.
   void adopt(offset_t* begins, cudaStream_t stream) const {
     check(cudaMemcpyAsync(begins, new_begins_.data(), new_begins_.bytes(), cudaMemcpyDeviceToDevice, stream),
           "cudaMemcpyAsync");
@@ -265,60 +265,60 @@ class run_pool {
 
   struct run {
     offset_t first = 0, rows = 0;
-    index_t room = 0;
+    index_t free_rows = 0;
   };
   struct step {
-    std::size_t place;
-    offset_t from, to, rows;
+    std::size_t entry;
+    offset_t source, target, rows;
     bool closes_gap;
   };
 
-  /// Places by where their runs lie. It is kept from call to call: a step of many sequences may plan a run for every
-  /// layer of each.
+  /// Entries in the order of their runs. The order lasts from call to call: a step of many sequences may plan a run for
+  /// every layer of each.
   const host_vector<std::size_t>& in_order() {
     if (!order_.empty()) return order_;
-    for (std::size_t place = 0; place < runs_.size(); ++place) {
-      if (runs_[place].rows > 0) order_.push_back(place);
+    for (std::size_t entry = 0; entry < runs_.size(); ++entry) {
+      if (runs_[entry].rows > 0) order_.push_back(entry);
     }
     std::sort(order_.begin(), order_.end(), [&](auto a, auto b) { return runs_[a].first < runs_[b].first; });
     return order_;
   }
   host_vector<std::size_t>::iterator at_row(offset_t first) {
     return std::lower_bound(order_.begin(), order_.end(), first,
-                            [&](std::size_t place, offset_t row) { return runs_[place].first < row; });
+                            [&](std::size_t entry, offset_t row) { return runs_[entry].first < row; });
   }
-  void leave_order(std::size_t place) {
-    if (runs_[place].rows > 0 && !order_.empty()) order_.erase(at_row(runs_[place].first));
+  void leave_order(std::size_t entry) {
+    if (runs_[entry].rows > 0 && !order_.empty()) order_.erase(at_row(runs_[entry].first));
   }
 
-  /// First row of a free run, after closing gaps where that is needed. Errors: not so much is free.
+  /// First row of a free run, after closing gaps where that is needed. Errors: too few rows are free.
   offset_t find(offset_t rows) {
     if (rows == 0) return 0;
     offset_t end = 0;
     const auto& order = in_order();
-    for (const std::size_t place : order) {
-      if (runs_[place].first - end >= rows) return end;
-      end = runs_[place].first + runs_[place].rows;
+    for (const std::size_t entry : order) {
+      if (runs_[entry].first - end >= rows) return end;
+      end = runs_[entry].first + runs_[entry].rows;
     }
     if (rows_ - end >= rows) return end;
     require(rows_ - used_ >= rows, what_, std::to_string(rows) + " more",
             "at most what is free, which is " + std::to_string(rows_ - used_) + " of " + std::to_string(rows_),
             "raise cache_options::rows, reserve a prompt's length before it comes, or close a sequence");
     end = 0;
-    for (const std::size_t place : order) {
-      run& here = runs_[place];
-      if (here.first > end) {
-        steps_.push_back({place, here.first, end, here.rows, true});
-        here.first = end;
+    for (const std::size_t entry : order) {
+      run& moved = runs_[entry];
+      if (moved.first > end) {
+        steps_.push_back({entry, moved.first, end, moved.rows, true});
+        moved.first = end;
       }
-      end += here.rows;
+      end += moved.rows;
     }
     return end;
   }
 
   /// Moves a run down, over its own rows if need be.
   void close_gap(const step& now, offset_t* begins, cudaStream_t stream) const {
-    const offset_t down = now.from - now.to;
+    const offset_t down = now.source - now.target;
     const auto copy = [&](void* to, const void* from, offset_t bytes) {
       check(cudaMemcpyAsync(to, from, std::size_t(bytes), cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
     };
@@ -328,8 +328,8 @@ class run_pool {
       const offset_t piece = (std::max)(down, by_spare);
       for (offset_t done = 0; done < now.rows; done += piece) {
         const offset_t count = (std::min)(piece, now.rows - done) * bytes;
-        std::byte* to = memory_[i].data() + (now.to + done) * bytes;
-        const std::byte* from = memory_[i].data() + (now.from + done) * bytes;
+        std::byte* to = memory_[i].data() + (now.target + done) * bytes;
+        const std::byte* from = memory_[i].data() + (now.source + done) * bytes;
         if (through_spare) {
           copy(spare_.data(), from, count);
           copy(to, spare_.data(), count);
@@ -346,11 +346,11 @@ class run_pool {
   }
 
   index_t heads_, least_held_ = 0;
-  offset_t rows_, used_ = 0, most_used_ = 0;
+  offset_t rows_, used_ = 0, peak_used_ = 0;
   const char* what_;
-  host_vector<run> runs_, before_;
+  host_vector<run> runs_, previous_;
   host_vector<std::size_t> order_;  // see in_order; empty: not known
-  std::array<offset_t, 2> before_used_{};
+  std::array<offset_t, 2> previous_used_{};
   host_vector<step> steps_;
   std::size_t next_ = 0;
   host_vector<index_t> row_bytes_;

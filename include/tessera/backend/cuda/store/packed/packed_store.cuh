@@ -11,22 +11,21 @@
 #include "../../../../layout/stored.hpp"
 #include "../kv_store.cuh"
 #include "../pack.cuh"
-#include "detail/packed_places.cuh"
 #include "detail/segment_maker.cuh"
 #include "detail/segment_searches.cuh"
+#include "detail/segment_store.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Answers as the plain store does. New tokens are whole rows, in a plain store; `plan_packing` finds what is due and
-/// its bases, `commit_packing` puts it into segments. Layers that do not follow the recipe never pack. Nothing is
-/// dropped from segments: heads are equally long, and the host knows every length.
+/// Has the calls of the plain store. New tokens are whole rows, in a plain store. `plan_packing` finds which rows are
+/// due and their bases; `commit_packing` packs them into segments. Layers that do not follow the recipe never pack.
+/// Nothing is dropped from segments: heads are equally long, and the host knows every length.
 ///
-/// Full tails are packed between two steps, before the next one is planned, not inside the step that fills them:
-/// sequences of a batch fill theirs at different steps, and a recorded step would launch for all of them, in every
-/// layer, what one in 32 needs.
-/// Memory   segments of every place for `tokens` tokens, and whole rows as a plain cache has them: see kv_store. Bases
-///          when segments begin, 4 * channels * dim bytes for K and V of a head.
+/// Full tails are packed between two steps, not inside the step that fills them: sequences of a batch fill theirs at
+/// different steps, and a recorded step would launch the packing for all of them in every layer.
+/// Memory   segments of every (layer, sequence) for `tokens` tokens, and whole rows as a plain cache has them: see
+///          kv_store. Bases when segments begin, 4 * channels * dim bytes for K and V of a head.
 /// Errors   what the device does not pack, when made; a second moment with NaN or infinity: tessera::error.
 template <packing_layout Layout>
 class kv_store<Layout> {
@@ -49,8 +48,8 @@ class kv_store<Layout> {
         whole_(layers, sequences, kv_heads, tokens, rows, with, where),
         packing_(layers, *roles),
         packed_(formats_of(layout, with.mean_block), packing_.count, sequences, kv_heads, tokens,
-                most_segments(layout, tokens)),
-        searches_(layout.rows, packed_.formats(), packing_.count, sequences, kv_heads, packed_.most_segments()),
+                max_segments(layout, tokens)),
+        searches_(layout.rows, packed_.formats(), packing_.count, sequences, kv_heads, packed_.max_segments()),
         maker_(layout, packed_.formats(), with.mean_block, packing_.count, sequences, kv_heads, tokens),
         newest_(kv_heads, rows_.tail.tail) {
     whole_.hold_at_least(rows_.tail.tail + spare_room(rows_.tail.tail));  // a tail fills without moving
@@ -63,13 +62,13 @@ class kv_store<Layout> {
   ~kv_store() { stream_beside_.drain(); }
   index_t kv_heads() const { return heads_; }
   token_bound bound(sequence_layer owner) const {
-    token_bound held = whole_.bound(owner);
+    token_bound whole = whole_.bound(owner);
     const index_t packed = packed_rows_of(owner);
-    return {held.longest + packed, held.total + offset_t(heads_) * packed};
+    return {whole.longest + packed, whole.total + offset_t(heads_) * packed};
   }
-  /// Newest tokens of a head that steps read whatever they choose.
+  /// Newest tokens of a head that every step reads, whatever it chooses.
   index_t always_read(sequence_layer owner) const { return whole_.bound(owner).longest; }
-  /// Of the whole rows.
+  /// Lengths of the whole rows.
   index_t* lengths(sequence_layer owner) const { return whole_.lengths(owner); }
   const id_column<index_t>& length_column() const { return whole_.length_column(); }
   host_vector<index_t> held_by_head(sequence_layer owner) const { return whole_.held_by_head(owner); }
@@ -115,19 +114,19 @@ class kv_store<Layout> {
     finish_layer(stream);
     whole_.resize(tokens, stream);
   }
-  void took(sequence_layer owner, index_t tokens) { whole_.took(owner, tokens); }
+  void grew(sequence_layer owner, index_t tokens) { whole_.grew(owner, tokens); }
 
   void append_rows(const view_type& view, const rows_view<const T>& k, const rows_view<const T>& v,
                    const index_t* first_position, const new_segments& text, cudaStream_t stream) const {
     whole_.append_rows(view.whole, k, v, first_position, text, stream);
   }
 
-  /// The last queries of a prompt chunk whose tokens have been appended.
+  /// Observes the last queries of a prompt chunk whose tokens have been appended.
   void observe_prompt(sequence_layer owner, const rows_view<const T>& q, cudaStream_t stream) {
     if (packs(owner.layer)) maker_.observe(packed_owner(owner), q, stream);
   }
 
-  /// What moves whole rows: those that sliding layers keep, and those that are left when a prompt has been packed.
+  /// The operations that move whole rows: those that sliding layers keep, and those that stay when a prompt is packed.
   movers fit(index_t batch, index_t kept, const device_info& device) const {
     return whole_.fit(batch, (std::max)(kept, rows_.tail.tail), device);
   }
@@ -140,7 +139,7 @@ class kv_store<Layout> {
     whole_.keep(owner, kept, stream);
   }
 
-  /// Plans to pack what is due of these places, when a turn's prompt of `prompt` tokens ends, or, with 0, between
+  /// Plans to pack what is due of these entries, when a turn's prompt of `prompt` tokens ends, or, with 0, between
   /// steps.
   /// Errors   rows that have no basis, no memory: nothing has changed.
   void plan_packing(const sequence_layers& owners, index_t prompt, cudaStream_t stream) {
@@ -157,26 +156,26 @@ class kv_store<Layout> {
       const bool begins = begins_segments(owner, prompt);
       const index_t share = begins && prompt > 0 ? rows_.segment : due;
       const bool joins = !begins && searches_.joins(packed_owner(owner), packed_.segments(packed_owner(owner)));
-      require(joins || index_t(held) + ceil_div(due, share) <= packed_.most_segments(), "segments of a sequence",
-              index_t(held) + ceil_div(due, share), "at most " + std::to_string(packed_.most_segments()),
+      require(joins || index_t(held) + ceil_div(due, share) <= packed_.max_segments(), "segments of a sequence",
+              index_t(held) + ceil_div(due, share), "at most " + std::to_string(packed_.max_segments()),
               "raise cache_options::tokens");
       made.owners.push_back(owner);
       made.left.push_back({{whole - due, offset_t(heads_) * (whole - due)}, {}});
       made.due.push_back(due), made.shares.push_back(begins ? share : 0);
-      made.before.push_back(begins ? host_vector<rows_before>{} : searches_.room(packed_owner(owner), due));
+      made.originals.push_back(begins ? host_vector<rows_before>{} : searches_.blocks_for(packed_owner(owner), due));
       packed_.make_room(packed_owner(owner), std::size_t(ceil_div(due, share)));
-      if (begins) add_spans(made.own, owner, due, share);
+      if (begins) add_spans(made.new_spans, owner, due, share);
     }
     if (made.prompt_ends) made.ended = owners;
     made.make_room();
-    made.room = maker_.room_for(made.own.size());
-    maker_.find_bases(made.own, made.room, stream);
+    made.memory = maker_.memory_for(made.new_spans.size());
+    maker_.find_bases(made.new_spans, made.memory, stream);
     if (!made.owners.empty() && made.prompt_ends) whole_.plan_keep(made.owners, made.left);
     pending_ = std::move(made);
   }
   void commit_packing(cudaStream_t stream) {
     packing_plan made = std::exchange(pending_, {});
-    std::size_t own = 0;  // segments that have begun
+    std::size_t begun_count = 0;  // segments that have begun
     for (std::size_t i = 0; i < made.owners.size(); ++i) {
       const sequence_layer owner = made.owners[i], packed = packed_owner(owner);
       const index_t due = made.due[i], share = made.shares[i] > 0 ? made.shares[i] : due;
@@ -184,13 +183,14 @@ class kv_store<Layout> {
         const index_t count = (std::min)(share, due - first);
         const auto& all = packed_.segments(packed);
         if (made.shares[i] > 0) {
-          packed_.begin_segment(packed, maker_.begin(made.room, own, made.own[own], packed, stream), stream);
-          ++own;
+          packed_.begin_segment(
+              packed, maker_.begin(made.memory, begun_count, made.new_spans[begun_count], packed, stream), stream);
+          ++begun_count;
         } else if (!searches_.joins(packed, all)) {
           packed_.begin_segment(packed, searches_.like(packed, all), stream);
         }
         made.joining.push_back({owner, index_t(all.size()) - 1, all.back().slot, all.back().rows, first, count});
-        packed_.took(packed, count);
+        packed_.grew(packed, count);
       }
     }
     encode(made, stream);
@@ -199,13 +199,14 @@ class kv_store<Layout> {
       if (made.shares[i] > 0)
         searches_.ended(packed, packed_.segments(packed).size());
       else
-        searches_.joined(view(owner), packed, 0, made.due[i], std::move(made.before[i]), stream);
+        searches_.joined(view(owner), packed, 0, made.due[i], std::move(made.originals[i]), stream);
       searches_.mark(owner.id, stream);
       if (made.prompt_ends) {
-        whole_.keep(owner, {newest_.of(whole_.lengths(owner), made.left[i].longest, stream), made.left[i]}, stream);
+        whole_.keep(owner, {newest_.selection(whole_.lengths(owner), made.left[i].longest, stream), made.left[i]},
+                    stream);
       } else {
         made.oldest.push_back({whole_.view(owner), made.due[i]});
-        whole_.dropped(owner, made.left[i], made.due[i]);  // room for the step or chunk that follows is there
+        whole_.dropped(owner, made.left[i], made.due[i]);  // there is room for the step or chunk that follows
       }
     }
     drop_oldest(made.oldest, stream);
@@ -214,31 +215,32 @@ class kv_store<Layout> {
     }
   }
 
-  /// A prompt of `prompt` tokens has been through a layer: the segments that begin with it are made beside `stream`,
-  /// and seen by nobody before `finish_layer`. What joins a segment waits for the prompt's end, as does what may not be
-  /// packed.
+  /// Called when a prompt of `prompt` tokens has been through a layer. Makes its new segments on a stream beside
+  /// `stream`; no view counts them before `finish_layer`. Rows that join a segment wait for the prompt's end, as do
+  /// rows that cannot be packed.
   void pack_layer(sequence_layer owner, index_t prompt, cudaStream_t stream) {
     finish_layer(stream);
     const index_t due = this->due(owner, prompt);
     const std::size_t held = due > 0 ? packed_.segments(packed_owner(owner)).size() : 0;
     if (due == 0 || !begins_segments(owner, prompt) ||
-        index_t(held) + ceil_div(due, rows_.segment) > packed_.most_segments())
+        index_t(held) + ceil_div(due, rows_.segment) > packed_.max_segments())
       return;
     packing_plan plan;
-    add_spans(plan.own, owner, due, rows_.segment);
+    add_spans(plan.new_spans, owner, due, rows_.segment);
     layer_beside made{owner, due, {}};
-    made.fresh.reserve(plan.own.size());
-    packed_.make_room(packed_owner(owner), plan.own.size());
-    const segment_rooms room = maker_.room_for(plan.own.size());
+    made.segments.reserve(plan.new_spans.size());
+    packed_.make_room(packed_owner(owner), plan.new_spans.size());
+    const bases_and_sets memory = maker_.memory_for(plan.new_spans.size());
     const cudaStream_t beside = stream_beside_.begin(stream);
     try {
-      maker_.start_bases(plan.own, room, beside);
-      for (std::size_t i = 0; i < plan.own.size(); ++i) {
-        segment_record begun = maker_.begin(room, i, plan.own[i], packed_owner(owner), beside);
-        made.fresh.push_back(packed_.begin_unseen(packed_owner(owner), std::move(begun), made.fresh, beside));
-        plan.joining = {{owner, index_t(held + i), made.fresh.back().slot, 0, plan.own[i].first, plan.own[i].count}};
+      maker_.start_bases(plan.new_spans, memory, beside);
+      for (std::size_t i = 0; i < plan.new_spans.size(); ++i) {
+        segment_record begun = maker_.begin(memory, i, plan.new_spans[i], packed_owner(owner), beside);
+        made.segments.push_back(packed_.begin_unseen(packed_owner(owner), std::move(begun), made.segments, beside));
+        plan.joining = {
+            {owner, index_t(held + i), made.segments.back().slot, 0, plan.new_spans[i].first, plan.new_spans[i].count}};
         encode(plan, beside);
-        made.fresh.back().rows = plan.own[i].count;
+        made.segments.back().rows = plan.new_spans[i].count;
       }
       stream_beside_.end();
     } catch (...) {
@@ -247,8 +249,8 @@ class kv_store<Layout> {
     }
     beside_ = std::move(made);
   }
-  /// Segments of `pack_layer` take the place of whole rows. Without a basis, or room for what is left, nothing changes:
-  /// the prompt's end says why.
+  /// Replaces whole rows by the segments of `pack_layer`. Nothing changes where rows have no basis or there is no
+  /// memory: the prompt's end reports it.
   void finish_layer(cudaStream_t stream) {
     if (!beside_.is_under_way()) return;
     layer_beside made = std::exchange(beside_, {});
@@ -262,18 +264,18 @@ class kv_store<Layout> {
     } catch (const error&) {
       return;
     }
-    for (segment_record& record : made.fresh) packed_.add_segment(packed_owner(owner), std::move(record), stream);
+    for (segment_record& record : made.segments) packed_.add_segment(packed_owner(owner), std::move(record), stream);
     searches_.ended(packed_owner(owner), packed_.segments(packed_owner(owner)).size());
     searches_.mark(owner.id, stream);
-    whole_.keep(owner, {newest_.of(whole_.lengths(owner), left, stream), kept}, stream);
+    whole_.keep(owner, {newest_.selection(whole_.lengths(owner), left, stream), kept}, stream);
   }
 
-  /// Between two steps, or before a turn's first chunk: segments of these sequences that were searched take their
-  /// places, and others end before what steps have filled joins them.
+  /// Called between two steps, or before a turn's first chunk. Segments of these sequences that were searched replace
+  /// the old ones. Others end before the rows that steps have filled join them.
   void settle(const host_vector<index_t>& ids, bool prompt, cudaStream_t stream) {
     for (const index_t id : ids) {
       bool due = prompt;
-      for (index_t layer = 0; layer < index_t(packing_.of.size()); ++layer)
+      for (index_t layer = 0; layer < index_t(packing_.number.size()); ++layer)
         due = due || (packs(layer) && rows_.tail.packed_after_step(whole_.bound({layer, id}).longest) > 0);
       searches_.settle(id, packed_, due, stream);
     }
@@ -318,8 +320,8 @@ class kv_store<Layout> {
   /// The slots of chosen blocks, and those behind them.
   host_vector<index_t> slots_of_blocks(sequence_layer owner, const host_vector<index_t>& blocks) const {
     host_vector<index_t> slots = packed_.slots_of_blocks(packed_owner(owner), blocks);
-    const token_bound held = bound(owner);
-    for (index_t slot = packed_rows_of(owner); slot < held.longest; ++slot) slots.push_back(slot);
+    const token_bound all = bound(owner);
+    for (index_t slot = packed_rows_of(owner); slot < all.longest; ++slot) slots.push_back(slot);
     return slots;
   }
   offset_t bytes(sequence_layer owner) const {
@@ -327,7 +329,7 @@ class kv_store<Layout> {
     return whole_.bytes(owner) + packed_.bytes(packed_owner(owner)) + searches_.bytes(packed_owner(owner));
   }
   offset_t peak_bytes() const { return whole_.peak_bytes() + packed_.bytes(); }
-  /// Of one head of which a step attends `attended` tokens. Blocks are scored whatever the budget.
+  /// Bytes that a step reads of a head when it attends `attended` tokens. Blocks are scored whatever the budget.
   offset_t step_bytes(sequence_layer owner, offset_t attended) const {
     const offset_t whole = (std::min<offset_t>)(attended, always_read(owner));
     const offset_t total = whole * whole_layout<Layout>::token_bytes();
@@ -338,7 +340,7 @@ class kv_store<Layout> {
  private:
   using packing_plan = cuda::packing_plan<view_type>;
 
-  index_t packing(index_t layer) const { return packing_.of[std::size_t(layer)]; }
+  index_t packing(index_t layer) const { return packing_.number[std::size_t(layer)]; }
   bool packs(index_t layer) const { return packing(layer) >= 0; }
   /// The same among the layers that pack.
   sequence_layer packed_owner(sequence_layer owner) const { return {packing(owner.layer), owner.id}; }
@@ -346,7 +348,7 @@ class kv_store<Layout> {
     return packs(owner.layer) ? packed_.rows(packed_owner(owner)) : 0;
   }
 
-  /// Whole rows of a place that are packed when its prompt of `prompt` tokens ends, or, with 0, between steps.
+  /// Whole rows of an entry that are packed when its prompt of `prompt` tokens ends, or, with 0, between steps.
   index_t due(sequence_layer owner, index_t prompt) const {
     if (!packs(owner.layer)) return 0;
     const index_t whole = whole_.bound(owner).longest;
@@ -360,7 +362,7 @@ class kv_store<Layout> {
     for (index_t first = 0; first < due; first += share)
       to.push_back({view(owner), owner.layer, first, (std::min)(share, due - first)});
   }
-  /// Plans of whole rows; where there is no room, again when the layer beside has given its own back.
+  /// Plans for whole rows. Where there is no room, plans once more after the layer beside has released its rows.
   template <class Plan>
   void plan_whole(const Plan& plan, cudaStream_t stream) {
     if (!beside_.is_under_way()) return plan();
@@ -371,7 +373,7 @@ class kv_store<Layout> {
     }
     plan();
   }
-  /// Packs whole rows into segments, all that join them at once.
+  /// Packs whole rows into segments, all rows of the plan at once.
   void encode(packing_plan& made, cudaStream_t stream) {
     made.problems.clear();
     for (const joining_rows& rows : made.joining)
@@ -380,13 +382,13 @@ class kv_store<Layout> {
     searches_.noted(made.problems, made.joining, packing_, stream);
   }
 
-  stream_beside stream_beside_;  // the first: what is assigned to waits before its memory goes
+  stream_beside stream_beside_;  // the first member: an assignment waits for it before memory is released
   rows_type rows_;
   index_t heads_, tokens_;
   column_set with_;
   whole_store whole_;
   packing_layers packing_;
-  packed_places packed_;
+  segment_store packed_;
   segment_searches<Layout, view_type> searches_;
   segment_maker<Layout, view_type> maker_;
   newest_slots newest_;

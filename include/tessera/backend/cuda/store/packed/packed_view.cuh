@@ -22,7 +22,7 @@ TESSERA_HD constexpr index_t whole_channels(index_t channels) { return (channels
 
 /// Vectors of one kind in a segment: keys, values, or the mean keys of blocks. Planes are [kv_heads, capacity] rows; a
 /// row is `value_stride` bytes of values, `bit_words` words of bits, and a scale where the format has scales. Heads may
-/// stand further apart than their rows need: see `packed_places`.
+/// stand further apart than their rows need: see `segment_store`.
 struct packed_vectors {
   packed_format format;
   index_t capacity = 0;  ///< rows of a head: from one head's scales to the next one's
@@ -55,34 +55,34 @@ struct device_segment {
   index_t* rows = nullptr;     ///< [kv_heads], on the device: they grow there
 };
 
-/// What a batch stores of one layer: slots go through a sequence's segments in order, then through its whole rows.
-/// `Whole` is the kv_view of the whole rows; its lengths count those alone, and positions that it has are theirs.
+/// What a batch stores of one layer. An entry is a (layer, sequence). Slots go through a sequence's segments in order,
+/// then through its whole rows. `Whole` is the kv_view of the whole rows: its lengths and positions are theirs alone.
 template <class Whole>
 struct packed_view {
   using element_type = typename Whole::element_type;
   using whole_type = Whole;
   static constexpr int k_dim = Whole::k_dim, v_dim = Whole::v_dim;
 
-  const device_segment* segments = nullptr;  ///< [places, most_segments]
-  const index_t* counts = nullptr;           ///< [places], segments that there are
-  index_t most_segments = 0;
-  const index_t* places = nullptr;  ///< [sequences]; null: a sequence's number is its place
-  index_t packed = 0;               ///< of one sequence: rows of a head in segments, as the host knows
+  const device_segment* segments = nullptr;  ///< [entries, max_segments]
+  const index_t* counts = nullptr;           ///< [entries], how many segments an entry has
+  index_t max_segments = 0;
+  const index_t* entries = nullptr;  ///< [sequences]; null: a sequence's number is its entry
+  index_t packed = 0;                ///< of one sequence: rows of a head in segments, known to the host
   Whole whole{};
   const index_t* positions = nullptr;        ///< by slot of everything; null where slot and position coincide
   const offset_t* position_begin = nullptr;  ///< [sequences, kv_heads]
 
-  TESSERA_HD index_t place(index_t sequence) const { return places ? places[sequence] : sequence; }
-  TESSERA_HD index_t count(index_t sequence) const { return counts[place(sequence)]; }
+  TESSERA_HD index_t entry(index_t sequence) const { return entries ? entries[sequence] : sequence; }
+  TESSERA_HD index_t count(index_t sequence) const { return counts[entry(sequence)]; }
   TESSERA_HD const device_segment& segment(index_t sequence, index_t i) const {
-    return segments[offset_t(place(sequence)) * most_segments + i];
+    return segments[offset_t(entry(sequence)) * max_segments + i];
   }
   TESSERA_HD index_t position(index_t sequence, index_t head, index_t slot) const {
     return positions ? positions[position_begin[offset_t(sequence) * whole.kv_heads + head] + slot] : slot;
   }
-  /// Of whole row `row`, behind `before` packed ones.
-  TESSERA_HD index_t whole_position(index_t sequence, index_t head, index_t before, index_t row) const {
-    return whole.positions ? whole.position(sequence, head, row) : position(sequence, head, before + row);
+  /// The position of whole row `row`, behind `earlier` packed ones.
+  TESSERA_HD index_t whole_position(index_t sequence, index_t head, index_t earlier, index_t row) const {
+    return whole.positions ? whole.position(sequence, head, row) : position(sequence, head, earlier + row);
   }
 };
 
@@ -109,15 +109,15 @@ template <class UnitsOf>
 __device__ __forceinline__ void fill_sums(index_t count, index_t* begins, const UnitsOf& units_of) {
   if (threadIdx.x < 32) {
     const int lane = int(threadIdx.x);
-    index_t before = 0;
+    index_t earlier = 0;
 #pragma unroll 1
     for (index_t first = 0; first < count; first += 32) {
       const index_t i = first + lane, units = i < count ? units_of(i) : 0;
       const index_t sum = inclusive_sum(units, lane);
-      if (i < count) begins[i] = before + sum - units;
-      before += __shfl_sync(~0u, sum, 31);
+      if (i < count) begins[i] = earlier + sum - units;
+      earlier += __shfl_sync(~0u, sum, 31);
     }
-    if (lane == 0) begins[count] = before;
+    if (lane == 0) begins[count] = earlier;
   }
   __syncthreads();
 }
@@ -200,48 +200,48 @@ class segment_memory {
 
 namespace detail {
 
-/// Which is the highest bit of a word; of 0 none, -1.
+/// The index of the highest bit of a word; of 0 it is -1.
 __device__ __forceinline__ std::uint32_t highest_bit(std::uint32_t word) {
 #ifdef __CUDA_ARCH__
-  std::uint32_t place;
-  asm("bfind.u32 %0, %1;" : "=r"(place) : "r"(word));
-  return place;
+  std::uint32_t index;
+  asm("bfind.u32 %0, %1;" : "=r"(index) : "r"(word));
+  return index;
 #else
   return std::uint32_t(31 - __builtin_clz(word));
 #endif
 }
 
-/// The bits of words, one after another: the highest of the first word, and so on. The caller counts `Step` for every
-/// place.
+/// The set bits of words, one after another, from the highest of the first word on. A bit's position counts `Step` for
+/// every bit before it, set or not.
 ///
-/// What was taken is shifted out, and all words with it: the next bit is always looked for in the first word. No step
+/// Bits that were read are shifted out of all words, so the next one is always looked for in the first word. No step
 /// asks where a word ends.
 template <int Words, int Step>
 struct bit_stream {
   std::uint32_t words[Words];
-  /// What the caller counts of the first word's begin; it is behind by 32 places for each bit since `count`.
-  std::uint32_t at;
+  /// The position where the first word begins. It is behind by 32 bits for each bit that was read since `count`.
+  std::uint32_t position;
 
-  /// What the caller counts of the next bit, the `Taken`th since `count`. The first word has a bit.
+  /// The position of the next set bit, the `Taken`th since `count`. The first word must have one.
   template <int Taken>
   __device__ __forceinline__ std::uint32_t next() {
     const std::uint32_t bit = highest_bit(words[0]);
 #pragma unroll
     for (int i = 0; i < Words; ++i) words[i] = __funnelshift_r(i + 1 < Words ? words[i + 1] : 0u, words[i], bit);
-    at -= bit * std::uint32_t(Step);
-    return at + std::uint32_t((Taken * 32 + 31) * Step);
+    position -= bit * std::uint32_t(Step);
+    return position + std::uint32_t((Taken * 32 + 31) * Step);
   }
-  /// Catches up on `taken` bits.
-  __device__ __forceinline__ void count(int taken) { at += std::uint32_t(taken * 32 * Step); }
+  /// Corrects `position` for `taken` bits that were read.
+  __device__ __forceinline__ void count(int taken) { position += std::uint32_t(taken * 32 * Step); }
 
-  /// Words without a bit before the next one that has some.
+  /// Drops words without a set bit before the next word that has one.
   __device__ __forceinline__ void drop_empty() {
 #pragma unroll
     for (int i = 1; i < Words; ++i) {
       if (words[0] == 0) drop_word();
     }
   }
-  /// Whether 32 places or more without a bit touch the border between two words.
+  /// Whether 32 unset bits or more touch the border between two words.
   __device__ static __forceinline__ bool far_apart(std::uint32_t earlier, std::uint32_t later) {
     return (earlier & (0u - earlier)) - 1 >= later;  // all bits below the last one of `earlier`
   }
@@ -250,7 +250,7 @@ struct bit_stream {
   __device__ __forceinline__ void drop_word() {
 #pragma unroll
     for (int i = 0; i < Words; ++i) words[i] = i + 1 < Words ? words[i + 1] : 0u;
-    at += std::uint32_t(32 * Step);
+    position += std::uint32_t(32 * Step);
   }
 };
 
@@ -304,11 +304,11 @@ __device__ __forceinline__ float value_of(std::uint32_t word, int i) {
 }
 
 /// How packed rows of up to `Channels` 16-bit values lie in shared memory. Eight lanes that read the same 16 bytes of
-/// eight rows read from all banks, so that none waits for another. Rows of at most 256 bytes are a power of two apart,
-/// and the order of their pieces of 16 bytes is another one in each row; longer rows would take too much memory so, and
-/// are an odd number of 16 bytes apart.
+/// eight rows read from all banks, so none waits for another. Rows of at most 256 bytes are a power of two apart, and
+/// each row has its pieces of 16 bytes in another order. Longer rows would take too much memory that way; they are an
+/// odd number of 16 bytes apart.
 template <int Channels>
-struct row_places {
+struct row_layout {
   static constexpr bool turned = Channels <= 128;
 
   /// Bytes from one row to the next one, of rows of `chunks` of 16 bytes.
@@ -327,12 +327,12 @@ struct row_places {
   __device__ static __forceinline__ unsigned byte(unsigned row, unsigned i) { return turned ? row ^ i : row + i; }
 };
 
-/// One row, whose values lie in shared memory, by one thread of a warp that does the same with other rows. Groups of
-/// `Group` channels that stay are walked from the first one up and from the last one down in turns: neither has to wait
-/// for the other's bits.
+/// Walks one row, whose values lie in shared memory. One thread walks a row; the other threads of its warp walk other
+/// rows. Groups of `Group` channels that stay are walked from the first one up and from the last one down in turns, so
+/// that neither direction waits for the other's bits.
 ///
-/// visit(at, words, j): the group that the caller counts as `at` has the values j to j + Group - 1 of `words`. The
-/// first group of all counts as `first`, and every later one `Step` more.
+/// visit(position, words, j): the group at `position` has the values j to j + Group - 1 of `words`. The first of all
+/// groups has the position `first`, and every later one `Step` more.
 template <class Places, class Way, int Step>
 class row_walk {
   static constexpr packed_element Element = Way::element;
@@ -341,11 +341,11 @@ class row_walk {
   using four = four_values<Element>;
 
  public:
-  /// `bits`: of the groups, the lowest of the first word is the first one's.
+  /// `bits`: one for every group; the lowest bit of the first word is the first group's.
   template <int Most>
   __device__ __forceinline__ row_walk(const std::uint32_t (&bits)[Most], std::uint32_t first) {
     static_assert(Words <= Most, "tessera: there are words for every group");
-    up_.at = first, down_.at = first + std::uint32_t((Words * 32 - 1) * Step);
+    up_.position = first, down_.position = first + std::uint32_t((Words * 32 - 1) * Step);
 #pragma unroll
     for (int i = 0; i < Words; ++i) up_.words[i] = __brev(bits[i]), down_.words[i] = bits[Words - 1 - i];
     bool apart = false;
@@ -364,18 +364,18 @@ class row_walk {
     else
       walk_all<false>(count, shared, row, visit);
   }
-  /// The next `count` values, of which only those are there; whatever came before went up, too.
+  /// The next `count` values, where no others are staged. Earlier calls must have walked up, too.
   template <class Visit>
   __device__ __forceinline__ void walk_up(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
     int done = 0;
 #pragma unroll 1
-    for (; done + 4 <= count; done += 4) take_four<true, true>(up_, at(shared, row, done), visit);
+    for (; done + 4 <= count; done += 4) take_four<true, true>(up_, values_at(shared, row, done), visit);
 #pragma unroll 1
-    for (; done < count; done += Group) one<true>(up_, done, shared, row, visit);
+    for (; done < count; done += Group) walk_group<true>(up_, done, shared, row, visit);
   }
 
  private:
-  __device__ static __forceinline__ four at(const unsigned char* shared, unsigned row, int i) {
+  __device__ static __forceinline__ four values_at(const unsigned char* shared, unsigned row, int i) {
     return four(shared + Places::byte(row, unsigned(i * value_bits / 8)));
   }
   /// Eight values a round, four from each end. Rounds of sixteen are as many instructions, but warps wait longer for
@@ -384,10 +384,10 @@ class row_walk {
   __device__ __forceinline__ void walk_all(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
     int done = 0, end = count;
 #pragma unroll 1
-    while (end % 8 != 0) end -= Group, one<Gaps>(down_, end, shared, row, visit);
+    while (end % 8 != 0) end -= Group, walk_group<Gaps>(down_, end, shared, row, visit);
 #pragma unroll 1
     for (; end > done; done += 4, end -= 4) {
-      const four low = at(shared, row, done), high = at(shared, row, end - 4);
+      const four low = values_at(shared, row, done), high = values_at(shared, row, end - 4);
       take_four<Gaps, true>(up_, low, visit), take_four<Gaps, false>(down_, high, visit);
     }
   }
@@ -396,8 +396,8 @@ class row_walk {
     const auto take = [&]<int Taken>() __attribute__((always_inline)) {
       if constexpr (Taken * Group < 4) {
         if constexpr (Gaps) stream.drop_empty();
-        const std::uint32_t at = stream.template next<Taken>();
-        visit(at, values.word, Up ? Taken * Group : 4 - Group - Taken * Group);
+        const std::uint32_t position = stream.template next<Taken>();
+        visit(position, values.word, Up ? Taken * Group : 4 - Group - Taken * Group);
       }
     };
     take.template operator()<0>(), take.template operator()<1>();
@@ -406,16 +406,16 @@ class row_walk {
   }
   /// The group whose first value is `i`.
   template <bool Gaps, class Stream, class Visit>
-  __device__ static __forceinline__ void one(Stream& stream, int i, const unsigned char* shared, unsigned row,
-                                             const Visit& visit) {
+  __device__ static __forceinline__ void walk_group(Stream& stream, int i, const unsigned char* shared, unsigned row,
+                                                    const Visit& visit) {
     const auto word = [&](int w) {
       return *reinterpret_cast<const std::uint32_t*>(shared + Places::byte(row, unsigned(w * 4)));
     };
     std::uint32_t words[2] = {word(i / in_word) >> (i % in_word * value_bits), 0};
     if constexpr (Group * value_bits > 32) words[1] = word(i / in_word + 1);
     if constexpr (Gaps) stream.drop_empty();
-    const std::uint32_t at = stream.template next<0>();
-    visit(at, words, 0);
+    const std::uint32_t position = stream.template next<0>();
+    visit(position, words, 0);
     stream.count(1);
   }
 

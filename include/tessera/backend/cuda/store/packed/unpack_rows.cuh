@@ -1,4 +1,4 @@
-// Packed rows as dense ones again: in the engine's basis, 0 for what was not kept of them in their segment's.
+// Packed rows turned back into dense ones, in the engine's basis. Channels that were not kept count as 0.
 #pragma once
 
 #include "../../device/check.cuh"
@@ -8,19 +8,19 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// The value at a place of a packed row, times its scale.
-__device__ inline float packed_value(const packed_vectors& from, index_t head, index_t i, index_t place) {
+/// Value `index` of a packed row, times its scale.
+__device__ inline float packed_value(const packed_vectors& from, index_t head, index_t i, index_t index) {
   const std::byte* values = from.values_of(head, i);
   const float scale = from.scales ? from.scales[from.row(head, i)] : 1.0f;
   switch (from.format.element) {
     case packed_element::fp16:
-      return tessera::detail::load_value<fp16>(values, place);
+      return tessera::detail::load_value<fp16>(values, index);
     case packed_element::fp8:
-      return tessera::detail::load_value<fp8>(values, place) * scale;
+      return tessera::detail::load_value<fp8>(values, index) * scale;
     case packed_element::int4:
-      return tessera::detail::load_int4(values, place) * scale;
+      return tessera::detail::load_int4(values, index) * scale;
     default:
-      return tessera::detail::load_value<bf16>(values, place);
+      return tessera::detail::load_value<bf16>(values, index);
   }
 }
 
@@ -28,7 +28,7 @@ __device__ inline float packed_value(const packed_vectors& from, index_t head, i
 template <class View, int D, bool Keys>
 __global__ void __launch_bounds__(D) unpack_rows_entry(const __grid_constant__ View view, index_t slots, float* to) {
   __shared__ float held[D];
-  const index_t head = index_t(blockIdx.y), count = view.most_segments > 0 ? view.count(0) : 0;
+  const index_t head = index_t(blockIdx.y), count = view.max_segments > 0 ? view.count(0) : 0;
   const int d = int(threadIdx.x);
   index_t row = index_t(blockIdx.x), s = 0;
   for (; s < count && row >= view.segment(0, s).rows[head]; ++s) row -= view.segment(0, s).rows[head];
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(D) unpack_rows_entry(const __grid_constant__ V
 
 }  // namespace detail
 
-/// What one sequence's layer stores, unpacked: k [kv_heads, slots, k_dim], v likewise, fp32 on the device. Heads hold
+/// Unpacks what a layer of one sequence stores: k [kv_heads, slots, k_dim], v likewise, fp32 on the device. Heads have
 /// `slots` tokens each.
 template <class View>
 void unpack_rows(const View& view, index_t slots, float* k, float* v, cudaStream_t stream) {

@@ -12,7 +12,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// How parts of a row become its output: those of a block's warps, and those of several blocks.
+// How parts of a row become its output: parts of a block's warps, and parts of several blocks.
 
 namespace detail {
 
@@ -28,19 +28,19 @@ struct decode_merge : decode_block<View, Out> {
   /// short step. More registers than the loop over tiles leaves would spill, and what is spilled comes back behind the
   /// copies: 17 at once cost 0.7 us of 14 (H200, CUDA 13.0).
   static constexpr int parts_at_once = D + Dv <= 256 ? 8 : 6;
-  /// In a block that has nothing else to do any more, for a row much longer than the others.
+  /// The same in a block that has no other work left, for a row much longer than the others.
   static constexpr int many_parts_at_once = 32;
   static_assert(many_parts_at_once <= 32, "tessera: a lane of a warp holds the state of one part");
   __device__ static bool has_many(const row_parts& of) { return of.count > 2 * parts_at_once; }
   /// Of a row of very many parts the blocks that arrive last merge some query rows each: one block alone would wait for
   /// its share of the L2's bandwidth, 188 KB for 92 parts. Sharing helps 92 parts (a step of 32.2 us, 33.3 alone) and
   /// costs time with 38 (40.9, 40.1 alone; H200, CUDA 13.0).
-  static constexpr index_t most_mergers = 4;
+  static constexpr index_t max_mergers = 4;
   __device__ index_t mergers_of(const row_parts& of) const {
-    return of.count > 2 * many_parts_at_once ? (min)(most_mergers, index_t(used * groups)) : 1;
+    return of.count > 2 * many_parts_at_once ? (min)(max_mergers, index_t(used * groups)) : 1;
   }
 
-  /// The weight that turns a row's summed output into its output; the leader writes its log-sum-exp.
+  /// The weight that turns a row's summed output into its output. The leader writes the row's log-sum-exp.
   __device__ float finish(const decode_row& at, int r, float max2, float sum, bool leader) const {
     const index_t token = small_quotient(first_query + r, group);
     const index_t q_head = at.head * group + first_query + r - token * group;
@@ -66,7 +66,7 @@ struct decode_merge : decode_block<View, Out> {
   __device__ void write_empty_row(const decode_row& at) const {
     for_each_four([&](int r, int d) { write(at, r, d, float4{}, finish(at, r, -infinity, 0, d == 0)); });
   }
-  /// Rows that hold nothing have no tile and so no block.
+  /// Writes rows without tokens: they have no tile, and so no block.
   __device__ void write_empty_rows() const {
     for (index_t row = blockIdx.x; row < rows; row += index_t(gridDim.x)) {
       if (ends[row] != base::begin_of(row)) continue;
@@ -84,12 +84,12 @@ struct decode_merge : decode_block<View, Out> {
     return (offset_t(blockIdx.y) * scratch.slots + piece + row) * rows_per_block;
   }
 
-  /// Some parts of a query row put together: their maximum (base 2), their sum, and four outputs.
+  /// Some merged parts of a query row: their maximum (base 2), their sum, and four outputs.
   struct merged_four {
     float top, sum;
     float4 x;
   };
-  /// Of `parts` parts, at most `Most`, each `state_of(part)` and `out_of(part)`.
+  /// Merges `parts` parts, at most `Most`, given by `state_of(part)` and `out_of(part)`.
   template <int Most, class StateOf, class OutOf>
   __device__ static merged_four merge_four(int parts, const StateOf& state_of, const OutOf& out_of) {
     merged_four all{-infinity, 0, {}};
@@ -111,19 +111,19 @@ struct decode_merge : decode_block<View, Out> {
     }
     return all;
   }
-  /// What the block's warps have of a query row.
+  /// Merges a query row's parts of the block's warps.
   __device__ merged_four merge_warps_four(int r, int d) const {
     return merge_four<warps>(
         warps, [&](int w) { return states_of(w)[r]; },
         [&](int w) { return *reinterpret_cast<const float4*>(outs_of(w) + r * merge_pitch(Dv) + d); });
   }
 
-  /// The block's warps meet: the row's output if this part is all of it, else a part for `merge_parts`.
+  /// Merges the block's warps: writes the row's output if this part is the whole row, else a part for `merge_parts`.
   __device__ void merge_warps(const segment& of, bool whole) const {
     for_each_four([&](int r, int d) {
       const merged_four own = merge_warps_four(r, d);
       if (whole) {
-        write(of.at, r, d, own.x, finish(of.at, r, own.top, own.sum, d == 0));
+        write(of.source, r, d, own.x, finish(of.source, r, own.top, own.sum, d == 0));
       } else {
         const offset_t place = slot_of(blockIdx.x, of.row) + r;
         *reinterpret_cast<float4*>(scratch.out + place * Dv + d) = own.x;
@@ -132,13 +132,13 @@ struct decode_merge : decode_block<View, Out> {
     });
   }
 
-  /// What the warps that share a row's merge hand to the first of them.
+  /// The shares of warps that merge a row together, for the first of them.
   struct merge_shares {
     float4 out[warps][32];
     float2 state[warps];
   };
 
-  /// Merges a row's parts if this block is among the last of them to arrive; the same bits whoever does it.
+  /// Merges a row's parts if this block is among the last to arrive. The bits do not depend on which block it is.
   template <int AtOnce>
   __device__ void merge_parts(const decode_row& at, index_t row, const row_parts& of, int* flag,
                               merge_shares& shares) const {
@@ -244,19 +244,19 @@ struct decode_merge : decode_block<View, Out> {
   }
   static constexpr int groups = (Dv / 4 + 31) / 32;  // of 32 lanes, four output dims each
 
-  /// Which of a row's `mergers` this block is, the last of its `parts` to arrive; -1 for the others. Mergers see what
-  /// all parts wrote, and wait until all have arrived. That wait ends: a block arrives before it waits, and those that
-  /// are missing run already or begin before anything that is launched later.
+  /// Which of a row's `mergers` this block is; they are the last of its `parts` to arrive. -1 for other blocks. Mergers
+  /// wait until all parts have arrived, and then see what they wrote. The wait ends: a block arrives before it waits,
+  /// and missing blocks run already or begin before any later launch.
   __device__ index_t arrive(index_t row, index_t parts, index_t mergers, int* flag) const {
     if (threadIdx.x == 0) {
-      unsigned* arrived = scratch.arrived + offset_t(blockIdx.y) * scratch.most_rows + row;
+      unsigned* arrived = scratch.arrived + offset_t(blockIdx.y) * scratch.max_rows + row;
       const index_t later = parts - 1 - index_t(add_acquire_release(arrived, 1));
       *flag = later < mergers ? int(later) : -1;
       if (later < mergers) {
         if (mergers > 1) {
           while (index_t(load_acquire(arrived)) < parts) continue;
         }
-        // The counter is cleared for the next step by the last to leave.
+        // The last block to leave clears the counter for the next step.
         if (mergers == 1 || index_t(add_acquire_release(arrived, 1)) == parts + mergers - 1) *arrived = 0;
       }
     }
@@ -278,9 +278,9 @@ struct decode_kernel : decode_merge<View, Out> {
   using queries_type = typename state_type::queries;
   static constexpr int D = View::k_dim, stages = base::config::stages;
 
-  /// Straight to registers, ahead of the tiles. Through shared memory, a barrier of the block behind the copies waits
-  /// until the slowest warp has issued all of its tiles (slower by 1.8 us, spilled registers included), and one that
-  /// only waits for the queries gained nothing and cost 0.8 us in pages (H200, CUDA 13.0, B1 8K).
+  /// Loads queries to registers, before the tiles. Through shared memory they would need a barrier behind the copies,
+  /// which waits until the slowest warp has issued all of its tiles (slower by 1.8 us, spilled registers included). A
+  /// barrier for the queries alone gained nothing and cost 0.8 us in pages (H200, CUDA 13.0, B1 8K).
   __device__ void load_queries(const decode_row& at, queries_type& asked) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -291,7 +291,7 @@ struct decode_kernel : decode_merge<View, Out> {
     }
   }
 
-  /// Positions of the step's first token and of the first and the last token of some.
+  /// Positions of the step's first token, and of the first and the last token of a span.
   struct span_positions {
     index_t step, first, last;
   };
@@ -299,10 +299,10 @@ struct decode_kernel : decode_merge<View, Out> {
     return p.view.position(at.sequence, at.head, staging_type::slot_of(at, token));
   }
   __device__ span_positions positions_of(const segment& of) const {
-    return {p.first_position[of.at.sequence], position_of(of.at, of.first_tile * tile),
-            position_of(of.at, (min)(of.last_tile * tile, of.at.count) - 1)};
+    return {p.first_position[of.source.sequence], position_of(of.source, of.first_tile * tile),
+            position_of(of.source, (min)(of.last_tile * tile, of.source.count) - 1)};
   }
-  /// Are all tokens between two visible to all query rows? Positions ascend, so the ends tell.
+  /// Whether all query rows see all tokens between two. Positions ascend, so the ends tell.
   __device__ bool all_visible(const span_positions& at) const {
     return at.last <= at.step + small_quotient(first_query, group) &&
            (p.rule.sliding_window <= 0 || p.rule.visible(at.step + p.q.tokens - 1, at.first));
@@ -315,14 +315,14 @@ struct decode_kernel : decode_merge<View, Out> {
     const bool segment_visible = all_visible(ends_at);
     const auto tokens_from = [&](index_t t) { return base::token_of(t); };
     for (index_t t = of.first_tile; t < of.last_tile; ++t) {
-      const std::uint32_t here = staging.take();
+      const std::uint32_t here = staging.await_tile();
       const index_t first = base::token_of(t);
-      if (first < of.at.count) {
-        const index_t held = (min)(index_t(tokens), of.at.count - first);
+      if (first < of.source.count) {
+        const index_t held = (min)(index_t(tokens), of.source.count - first);
         bool visible = segment_visible;
         index_t mine = 0;  // the position of token lane % tokens of the tile
         if (!visible) {
-          mine = position_of(of.at, first + lane % tokens);
+          mine = position_of(of.source, first + lane % tokens);
           visible = all_visible({ends_at.step, __shfl_sync(~0u, mine, 0), __shfl_sync(~0u, mine, held - 1)});
         }
         const auto logit_of = [&](int i, int half, float product) {
@@ -334,19 +334,18 @@ struct decode_kernel : decode_merge<View, Out> {
         state.read(asked, here, uncapped && visible && held == tokens, !visible, scale * log2e, logit_of, lane);
       }
       __syncwarp();
-      staging.put(p.view, of.at, t + stages, of.last_tile, tokens_from, lane);
+      staging.fetch(p.view, of.source, t + stages, of.last_tile, tokens_from, lane);
     }
     state.close();
   }
 
-  /// Asks for the slots of tiles [first, last) before K and V fill the memory's queues, where a slot would wait with
-  /// them.
+  /// Prefetches the slots of tiles [first, last) before K and V fill the memory's queues, where slots would wait too.
   __device__ void prefetch_indices(const index_t* chosen, index_t first, index_t last, index_t count) const {
     const index_t token = first * tile + index_t(threadIdx.x) * 32;  // 128 bytes a thread
     if (token < (min)(last * tile, count)) prefetch_line(chosen + token);
   }
 
-  /// Which pieces a row has, where every step cuts all rows' tiles evenly.
+  /// The pieces of a row, where every step cuts the tiles of all rows evenly.
   struct even_rows {
     even_pieces cut;
     static constexpr bool planned = false;
@@ -356,14 +355,14 @@ struct decode_kernel : decode_merge<View, Out> {
       return {first, cut.piece_of(of.row_end - 1) - first + 1};
     }
   };
-  /// The same where a split may have been made ahead: `planned`, this block reads its part of one row.
+  /// The same where a split may have been made ahead. `planned`: this block reads its part of one row.
   struct split_rows {
     even_rows even;
     bool planned;
-    row_parts own;
-    index_t own_end;
-    __device__ index_t end() const { return planned ? own_end : even.end(); }
-    __device__ row_parts parts_of(const segment& of) const { return planned ? own : even.parts_of(of); }
+    row_parts part;
+    index_t part_end;
+    __device__ index_t end() const { return planned ? part_end : even.end(); }
+    __device__ row_parts parts_of(const segment& of) const { return planned ? part : even.parts_of(of); }
   };
 
   /// Reads this block's piece, which begins with `now`.
@@ -380,26 +379,26 @@ struct decode_kernel : decode_merge<View, Out> {
     queries_type asked;
 #pragma unroll 1
     while (true) {
-      // A row's first tiles leave before the row before it is done with: its merge costs their latency or less. What is
-      // small leaves before them: behind them it would wait until all of them are there.
+      // A row's first tiles are fetched before the previous row is merged: the merge hides their latency. Small loads
+      // come before them; behind them they would wait until all tiles have arrived.
       if (more) {
-        if (now.at.chosen) prefetch_indices(now.at.chosen, now.first_tile, now.last_tile, now.at.count);
-        staging.find(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
-        load_queries(now.at, asked);
+        if (now.source.chosen) prefetch_indices(now.source.chosen, now.first_tile, now.last_tile, now.source.count);
+        staging.find(p.view, now.source, now.first_tile, now.last_tile, tokens_from, lane);
+        load_queries(now.source, asked);
         ends_at = positions_of(now);
-        staging.begin(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
+        staging.begin(p.view, now.source, now.first_tile, now.last_tile, tokens_from, lane);
       }
       if (!more) break;
       if (arrived.count > 1) {
         base::template merge_parts<parts_at_once>(arrived_at, arrived_row, arrived, flag, shares);
       }
       if (p.chosen.indices && now.row_end < end) {
-        // A block that goes on into the next row will find its slots in the L2.
+        // A block that continues with the next row will find its slots in the L2.
         const index_t tiles = (min)(end, now.next_end) - now.row_end - base::restart;
         prefetch_indices(p.chosen.row(now.row + 1), 0, tiles, (tiles - 1) * tile + 1);
       }
       arrived_row = now.row;
-      arrived_at = now.at;
+      arrived_at = now.source;
       arrived = cut.parts_of(now);
       {
         state_type state;
@@ -419,7 +418,7 @@ struct decode_kernel : decode_merge<View, Out> {
         now = base::segment_at(row, begin, end);
       }
     }
-    // The last row's parts, behind the loop, whose registers are free: many parts are read at once.
+    // The last row's parts are merged after the loop: its registers are free, so many parts are read at once.
     if (base::has_many(arrived)) {
       base::template merge_parts<base::many_parts_at_once>(arrived_at, arrived_row, arrived, flag, shares);
     } else if (arrived.count > 1) {
@@ -434,7 +433,7 @@ __global__ void __launch_bounds__(decode_kernel<View, Out>::threads, decode_kern
                  const __grid_constant__ decode_scratch scratch) {
   using kernel = decode_kernel<View, Out>;
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ index_t ends[most_rows];
+  __shared__ index_t ends[max_rows];
   __shared__ block_scan<kernel::threads, index_t> scan;
   __shared__ int flag;
   __shared__ typename kernel::merge_shares shares;
@@ -446,8 +445,8 @@ __global__ void __launch_bounds__(decode_kernel<View, Out>::threads, decode_kern
   if constexpr (Split == decode_split::ahead) {
     row_parts own{};
     const bool planned = block.find_split(first, own);
-    if (planned && (own.count == 0 || first.at.count == 0)) {
-      if (own.count > 0) block.write_empty_row(first.at);
+    if (planned && (own.count == 0 || first.source.count == 0)) {
+      if (own.count > 0) block.write_empty_row(first.source);
       return;
     }
     const even_pieces cut = planned ? even_pieces(1, 1) : block.plan(first, scan);

@@ -1,5 +1,5 @@
-// Which block of decode attention reads which tokens: the tuning of its kernel, how tiles of all rows are cut into
-// pieces in a step, and how they are split ahead.
+// Which block of decode attention reads which tokens: the tuning of its kernel, how a step cuts the tiles of all rows
+// into pieces, and how they are split ahead.
 #pragma once
 
 #include <type_traits>
@@ -44,7 +44,7 @@ TESSERA_HD constexpr int stage_bytes(const decode_tuning& tuning) {
 }
 /// Floats of one partial output row in shared memory: 8 apart modulo the 32 banks.
 TESSERA_HD constexpr int merge_pitch(int v_dim) { return v_dim + 8; }
-/// One warp's ring, which its partial output takes over at the end.
+/// Bytes of one warp's ring. The warp's partial output overwrites it at the end.
 template <class View>
 TESSERA_HD constexpr int warp_bytes(const decode_tuning& tuning) {
   const int ring = tuning.stages * stage_bytes<View>(tuning);
@@ -56,7 +56,7 @@ TESSERA_HD constexpr int decode_shared_bytes(const decode_tuning& tuning) {
   return tuning.warps * warp_bytes<View>(tuning);
 }
 
-/// What the device code of this pass is compiled for; the host asks the loaded kernel
+/// The architecture that this pass compiles device code for. The host asks the loaded kernel
 /// (`cudaFuncAttributes::ptxVersion`).
 #ifdef __CUDA_ARCH__
 inline constexpr int compiled_capability = __CUDA_ARCH__ / 10;
@@ -93,15 +93,15 @@ struct decode_config {
   static constexpr int threads = warps * 32, tile = warps * tokens;
 };
 
-// Which tokens a block of the decode kernel reads: all rows' tiles, laid end to end and cut into even pieces.
+// Which tokens a block of the decode kernel reads: the tiles of all rows, laid end to end and cut into even pieces.
 
-inline constexpr int most_rows = 1024;  // (sequence, kv_head) rows whose tile counts fit the block's scan
-inline constexpr int most_blocks = most_pieces;
+inline constexpr int max_rows = 1024;  // (sequence, kv_head) rows whose tile counts fit the block's scan
+inline constexpr int max_blocks = max_pieces;
 
-/// What a block reads by a split that was made ahead.
+/// The part that a block reads by a split that was made ahead.
 struct alignas(16) split_piece {
   index_t row, part, parts, kind;
-  /// `cut_each_step` is what a workspace begins with.
+  /// A workspace begins with `cut_each_step`.
   static constexpr index_t cut_each_step = 0, part_of_row = 1, nothing = 2;
 };
 
@@ -113,15 +113,15 @@ struct row_parts {
 /// Scratch: a counter per (query block, row), then partial outputs and softmax states by slot = piece + row.
 struct decode_scratch {
   const split_piece* split;  // [pieces]; read only where splits are made ahead
-  unsigned* arrived;         // [query blocks, most rows]: parts of a row that are written
+  unsigned* arrived;         // [query blocks, max_rows]: parts of a row that are written
   float* out;                // [query blocks, slots, 16, v_dim]
   float2* state;             // [query blocks, slots, 16] maximum (base 2) and sum
-  index_t most_rows;         // of the operation; a problem may have fewer
-  index_t slots;             // most pieces + most rows
+  index_t max_rows;          // of the operation; a problem may have fewer
+  index_t slots;             // upper bounds of pieces and rows, added
 };
 
-/// How many pieces, one a block, `tiles` tiles of so many rows are cut into. Pieces end where rows do when rows are
-/// equal and divide them; a block that straddles two rows pays for a merge more.
+/// How many pieces, one a block, `tiles` tiles of `rows` rows are cut into. Pieces end where rows do when rows are
+/// equal and divide them. A block that straddles two rows pays for another merge.
 __device__ inline index_t decode_pieces(index_t tiles, index_t most, index_t rows, bool equal) {
   const index_t count = (min)(most, (max)(tiles, 1));
   // Short pieces of equal rows: as many as rows divide, if that idles few blocks, so that they need fewer merges. Long
@@ -160,7 +160,7 @@ struct decode_block {
     index_t row, row_begin, row_end;  // in tiles of all rows; `restart` of them stand before a row's beginning
     index_t next_end;                 // of the next row, if there is one
     index_t first_tile, last_tile;    // in tiles of this row
-    decode_row at;
+    decode_row source;
   };
 
   __device__ decode_block(const problem_type& p_, const decode_scratch& scratch_, unsigned char* memory_,
@@ -175,8 +175,9 @@ struct decode_block {
     lane = threadIdx.x % 32;
   }
 
-  /// Brings the launch's parameters to the constant cache, a line of 64 bytes at a time, while earlier launches run:
-  /// each would be waited for at its first use (0.3 us of a step; H200, CUDA 13.0). The sum only keeps the loads.
+  /// Brings the launch's parameters to the constant cache, a line of 64 bytes at a time, while earlier launches run.
+  /// Otherwise each line is waited for at its first use (0.3 us of a step; H200, CUDA 13.0). The sum only keeps the
+  /// loads.
   __device__ void touch_parameters(index_t* warp_totals) const {
     std::uint32_t sum = *(reinterpret_cast<const std::uint32_t*>(&scratch + 1) - 1);
 #pragma unroll
@@ -195,14 +196,15 @@ struct decode_block {
 
   __device__ static index_t tiles_of(index_t count) { return (count + tile - 1) / tile; }
 
-  /// What a row's beginning counts for in a block's work, in tiles: 2, 3, 4 and 6 took 1.06, 1.04, 1.02 and 1.00 of
-  /// evened lengths where they are drawn (H200, CUDA 13.0).
+  /// How many tiles a row's beginning counts for in a block's work. With 2, 3, 4 and 6, random lengths took 1.06, 1.04,
+  /// 1.02 and 1.00 of the time of even ones (H200, CUDA 13.0).
   static constexpr index_t restart_tiles = 6;
   /// Rows of a lane where every warp scans all of them for itself.
   static constexpr int rows_each = 4;
 
-  /// The rows' ends in `ends`, and the cut of all of their tiles. `first` is this block's first segment if it has one.
-  /// Up to 128 rows every warp scans for itself and waits for nobody; `ends` is there after the next barrier.
+  /// Writes the rows' ends to `ends` and returns the cut of all of their tiles. Sets `first` to this block's first
+  /// segment, if it has one. Up to 128 rows every warp scans for itself and does not wait; `ends` is complete after the
+  /// next barrier.
   __device__ even_pieces plan(segment& first, block_scan<threads, index_t>& scan) {
     const index_t me = blockIdx.x;
     if (rows <= 32) return plan_in_warp<1>(first);
@@ -223,7 +225,7 @@ struct decode_block {
     }
     return cut;
   }
-  /// Whether all rows have as many tiles, by the whole block; a barrier.
+  /// Whether all rows have `tiles` tiles, by the whole block; it has a barrier.
   __device__ bool rows_are_equal(index_t tiles) const {
     bool equal = true;
     for (index_t row = threadIdx.x; row < rows; row += threads)
@@ -258,7 +260,7 @@ struct decode_block {
       if (warp == 0 && lane * Each + i < rows) ends[lane * Each + i] = end[i];
     }
     const index_t row = (min)(ended, rows - 1);
-    // Lanes pick their share of the row before they hand it on.
+    // Lanes pick their share of the row before they pass it on.
     const auto of_row = [&](const index_t(&values)[Each], index_t r) {
       index_t mine = 0;
 #pragma unroll
@@ -269,16 +271,16 @@ struct decode_block {
     first.row_end = of_row(end, row);
     first.row_begin = (row ? of_row(end, row - 1) : 0) + restart;
     first.next_end = of_row(end, (min)(row + 1, rows - 1));
-    first.at.count = of_row(count, row);
-    first.at.sequence = small_quotient(row, p.view.kv_heads);
-    first.at.head = row - first.at.sequence * p.view.kv_heads;
-    first.at.chosen = p.chosen.indices ? p.chosen.row(row) : nullptr;
+    first.source.count = of_row(count, row);
+    first.source.sequence = small_quotient(row, p.view.kv_heads);
+    first.source.head = row - first.source.sequence * p.view.kv_heads;
+    first.source.chosen = p.chosen.indices ? p.chosen.row(row) : nullptr;
     first.first_tile = (max)(begin - first.row_begin, 0);
     first.last_tile = (min)(cut.begin(index_t(blockIdx.x) + 1), first.row_end) - first.row_begin;
     return cut;
   }
-  /// Uneven rows: a block that begins another one has to fill its ring again, and gets so much less to read. Adds that
-  /// to the ends of rows; returns the last of them.
+  /// For uneven rows: a block that begins another row has to refill its ring, and gets less to read. Adds that to the
+  /// ends of rows; returns the last end.
   template <int Each>
   __device__ index_t count_restarts(index_t (&end)[Each]) {
     restart = restart_tiles;
@@ -294,8 +296,8 @@ struct decode_block {
     for (int i = 0; i < Each; ++i) end[i] += (earlier + begun[i]) * restart;
     return __shfl_sync(~0u, end[Each - 1], 31);
   }
-  /// This block's part of a row where the split was made ahead; false: each step cuts for itself. No parts: nothing to
-  /// read. A row that has become shorter than its parts are many has fewer of them.
+  /// Finds this block's part of a row where the split was made ahead; false: each step makes its own cut. No parts:
+  /// nothing to read. A row with fewer tiles than planned parts has fewer parts.
   __device__ bool find_split(segment& only, row_parts& parts) const {
     const int4 found = *reinterpret_cast<const int4*>(scratch.split + blockIdx.x);
     const split_piece mine{found.x, found.y, found.z, found.w};
@@ -305,8 +307,8 @@ struct decode_block {
     const index_t sequence = small_quotient(mine.row, p.view.kv_heads), count = count_of(p, mine.row);
     const index_t tiles = tiles_of(count), some = (min)(mine.parts, tiles);
     only.row = mine.row;
-    only.at = {sequence, mine.row - sequence * p.view.kv_heads, count,
-               p.chosen.indices ? p.chosen.row(mine.row) : nullptr};
+    only.source = {sequence, mine.row - sequence * p.view.kv_heads, count,
+                   p.chosen.indices ? p.chosen.row(mine.row) : nullptr};
     if (mine.part >= (max)(some, 1)) return true;
     parts.count = (max)(some, 1);
     const even_pieces cut(tiles, parts.count);
@@ -329,30 +331,30 @@ struct decode_block {
 
 }  // namespace detail
 
-// Which blocks of decode attention read which rows, decided ahead: when the lengths of a batch change shape, not in a
+// Which blocks of decode attention read which rows, decided ahead: when sequences or lengths change by much, not in a
 // step.
 
 /// When the rows of a batch are split among the blocks of decode attention.
 enum class decode_split {
-  each_step,  ///< by every block, in every launch: even pieces, which may go on from one row into the next
-  ahead       ///< by `decode_attention::split`, which whoever changes lengths by much calls: rows in whole blocks
+  each_step,  ///< by every block, in every launch: even pieces, which may continue from one row into the next
+  ahead       ///< by `decode_attention::split`, called when lengths change by much: rows in whole blocks
 };
 
 namespace detail {
 
-/// The split of a row of `tiles` tiles into parts of at most `most`.
+/// How many parts a row of `tiles` tiles has, of at most `most` tiles each.
 __device__ inline index_t parts_in(index_t tiles, index_t most) { return (max)(1, (tiles + most - 1) / most); }
 
-/// Makes `split [blocks]` from the lengths that the problem has now, by one warp. Every row gets a number of blocks of
-/// its own such that the longest part is as short as possible: blocks begin no second row, and parts stay even while
-/// rows grow. (TANGRAM, arXiv:2606.06302, algorithm 1, rounds each row's share of the blocks, which may need more of
-/// them than there are.) Where even pieces are shorter, with what beginning a row costs them, or rows are many or
-/// short, each step cuts for itself.
+/// Makes `split [blocks]` from the problem's present lengths, by one warp. Every row gets blocks of its own, so many
+/// that the longest part is as short as possible. Blocks begin no second row, and parts stay even while rows grow.
+/// (TANGRAM, arXiv:2606.06302, algorithm 1, rounds each row's share of the blocks, which may need more of them than
+/// there are.) Where even pieces are shorter, with what beginning a row costs them, or rows are many or short, each
+/// step cuts for itself.
 template <class View, class Out>
 __global__ void __launch_bounds__(32)
     split_entry(const __grid_constant__ decode_problem<View, Out> p, split_piece* split, index_t blocks) {
   using block = decode_block<View, Out>;
-  __shared__ index_t tiles[most_rows];
+  __shared__ index_t tiles[max_rows];
   const index_t lane = index_t(threadIdx.x), rows = p.view.sequences * p.view.kv_heads;
   index_t sum = 0, longest = 1;
   for (index_t row = lane; row < rows; row += 32) {

@@ -1,4 +1,5 @@
-// Decode attention over short rows on the GPU: a cluster of blocks reads each row, and its parts meet in shared memory.
+// Decode attention over short rows on the GPU: a cluster of blocks reads each row and merges its parts in shared
+// memory.
 #pragma once
 
 #include <algorithm>
@@ -11,10 +12,11 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-inline constexpr int most_of_cluster = 8;  // blocks; what every device with clusters takes
+inline constexpr int max_of_cluster = 8;  // blocks; every device with clusters runs as many
 
-/// A row by the blocks of a cluster: each reads as many of its tiles, gives every other block its share of the outputs,
-/// and finishes its own share. No block looks at other rows' lengths, and no part goes through global memory.
+/// The blocks of a cluster read one row, each as many of its tiles. Each sends every other block that block's share of
+/// the outputs, and finishes its own share. No block reads other rows' lengths, and no part goes through global
+/// memory.
 template <class View, class Out>
 struct decode_short : decode_kernel<View, Out> {
   using base = decode_kernel<View, Out>;
@@ -24,38 +26,38 @@ struct decode_short : decode_kernel<View, Out> {
       typename base::state_type;
   static constexpr int D = View::k_dim, Dv = View::v_dim, stages = base::config::stages, fours = Dv / 4;
 
-  /// What a block gets from all blocks of its cluster.
+  /// The parts that a block receives from all blocks of its cluster.
   struct memory_type {
-    float4 outs[rows_per_block * fours + most_of_cluster];  // of its share, block by block
-    float2 states[most_of_cluster][rows_per_block];
+    float4 outs[rows_per_block * fours + max_of_cluster];  // of its share, block by block
+    float2 states[max_of_cluster][rows_per_block];
     arrivals counter;
   };
 
-  /// Tiles behind the ring that are asked for at once: a warp would find them late.
+  /// Tiles behind the ring that are prefetched at once: a warp would reach them late.
   static constexpr int ahead = 2;
 
   __device__ void read_row(const segment& now, state_type& state) const {
     if (now.first_tile >= now.last_tile) return;
     staging_type staging(shared_address(memory + warp * warp_bytes<View>(base::config::tuning)));
     const auto tokens_from = [&](index_t t) { return base::token_of(t); };
-    if (now.at.chosen) base::prefetch_indices(now.at.chosen, now.first_tile, now.last_tile, now.at.count);
-    staging.find(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
+    if (now.source.chosen) base::prefetch_indices(now.source.chosen, now.first_tile, now.last_tile, now.source.count);
+    staging.find(p.view, now.source, now.first_tile, now.last_tile, tokens_from, lane);
     index_t later[ahead];
 #pragma unroll
     for (int i = 0; i < ahead; ++i) {
       const index_t token = base::token_of(now.first_tile + stages + i) + lane % tokens;
-      const bool there = now.first_tile + stages + i < now.last_tile && token < now.at.count;
-      later[i] = there ? staging_type::slot_of(now.at, token) : no_index;
+      const bool there = now.first_tile + stages + i < now.last_tile && token < now.source.count;
+      later[i] = there ? staging_type::slot_of(now.source, token) : no_index;
     }
     queries_type asked;
-    base::load_queries(now.at, asked);
+    base::load_queries(now.source, asked);
     const span_positions ends_at = base::positions_of(now);
-    staging.begin(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
+    staging.begin(p.view, now.source, now.first_tile, now.last_tile, tokens_from, lane);
 #pragma unroll
-    for (const index_t slot : later) prefetch_row(now.at, slot);
+    for (const index_t slot : later) prefetch_row(now.source, slot);
     base::read_tiles(now, ends_at, asked, staging, state);
   }
-  /// Asks the L2 for a slot's key and value; lanes of one token share the two.
+  /// Prefetches a slot's key and value; lanes of one token share the work.
   __device__ void prefetch_row(const decode_row& at, index_t slot) const {
     using format = decode_format<View>;
     if (slot == no_index) return;
@@ -72,9 +74,9 @@ struct decode_short : decode_kernel<View, Out> {
     const index_t row = index_t(blockIdx.x) >> shift, sequence = small_quotient(row, p.view.kv_heads);
     segment now{};
     now.row = row;
-    now.at = {sequence, row - sequence * p.view.kv_heads, base::count_of(p, row),
-              p.chosen.indices ? p.chosen.row(row) : nullptr};
-    now.row_end = base::tiles_of(now.at.count);
+    now.source = {sequence, row - sequence * p.view.kv_heads, base::count_of(p, row),
+                  p.chosen.indices ? p.chosen.row(row) : nullptr};
+    now.row_end = base::tiles_of(now.source.count);
     now.first_tile = now.row_end * rank >> shift, now.last_tile = now.row_end * (rank + 1) >> shift;
     {
       state_type state;
@@ -98,10 +100,10 @@ struct decode_short : decode_kernel<View, Out> {
     shared.counter.wait();
     for (int i = int(threadIdx.x); i < share; i += threads) {
       const int item = (i << shift) + rank, r = item / fours, d = item % fours * 4;
-      const typename base::merged_four all = base::template merge_four<most_of_cluster>(
+      const typename base::merged_four all = base::template merge_four<max_of_cluster>(
           blocks, [&](int part) { return shared.states[part][r]; },
           [&](int part) { return shared.outs[part * most + i]; });
-      base::write(now.at, r, d, all.x, base::finish(now.at, r, all.top, all.sum, d == 0));
+      base::write(now.source, r, d, all.x, base::finish(now.source, r, all.top, all.sum, d == 0));
     }
   }
 };
@@ -123,7 +125,7 @@ __global__ void __launch_bounds__(decode_short<View, Out>::threads, 1)
   block.run(shift, shared);
 }
 
-/// What the host knows of clusters that read short rows.
+/// The host's part: which clusters read short rows.
 template <class View, class Out>
 class decode_clusters {
  public:
@@ -147,8 +149,8 @@ class decode_clusters {
     }
   }
 
-  /// The base 2 logarithm of how many blocks read a row of so many tokens (0: not known), of `rows` rows at a time; -1:
-  /// even pieces are read sooner. Clusters spare a merge through global memory, 1 to 2 us, and may leave
+  /// The base 2 logarithm of how many blocks read a row of `tokens` tokens (0: not known) when there are `rows` rows;
+  /// -1: even pieces take less time. Clusters save a merge through global memory, 1 to 2 us, and may leave
   /// multiprocessors idle: of 132, 64 at work win up to 3 tiles a block in clusters of 8 and 4 and up to 8 in clusters
   /// of 2, 128 at work win for any length (H200, CUDA 13.0).
   int shift_of(offset_t rows, offset_t tokens) const {

@@ -34,23 +34,23 @@ struct decode_staging {
   static constexpr bool strided = strided_table<decltype(View::table)>;
 
   std::uint32_t ring;                 // shared address
-  std::uint32_t uses = 0, taken = 0;  // tiles put and read
+  std::uint32_t uses = 0, taken = 0;  // tiles fetched and read
   std::uint64_t policy = evict_first_policy();
-  // A load that is issued behind copies comes back behind them, microseconds later: what says where tiles lie is read
-  // far ahead of them.
+  // A load that is issued behind copies completes behind them, microseconds later. So the addresses of tiles are read
+  // far ahead of their copies.
   index_t first_tile = 0;
   stored_type *k_first = nullptr, *v_first = nullptr;  // strided tables: the row's first slot
   offset_t scale_first = 0;                            // and its scale
   bool direct = true;                                  // strided, and no selection: nothing else is needed
   bool in_pages = false;                               // no selection, and every tile lies in one page
   bool in_halves = false;                              // in_pages, and a tile has two of them
-  // In pages, a lane has the page of one of 32 tiles, and of one of the 32 after those. Otherwise it knows one token of
-  // every `span` tiles: where those of the next tiles and of the tiles after them lie, and the slots of the two groups
-  // that follow.
+  // In pages, a lane has the page of one of 32 tiles, and of one of the following 32. Otherwise it knows one token of
+  // every `span` tiles: the addresses in the next and in the following group of tiles, and the slots of the two groups
+  // after those.
   static constexpr int span = 32 / tokens, half = 16;
   static constexpr bool can_halve = tokens == 2 * half && paged_table<decltype(View::table)>;
   using place_type = std::conditional_t<strided, index_t, slot_address>;
-  place_type next{}, after{};
+  place_type next{}, following{};
   index_t slots = 0, later_slots = 0;
 
   __device__ explicit decode_staging(std::uint32_t ring_) : ring(ring_) {}
@@ -63,7 +63,7 @@ struct decode_staging {
     return at.chosen ? at.chosen[valid] : valid;
   }
 
-  /// `table.locate`, a division by the page cheaper where pages are powers of two; the slot where tables are strided.
+  /// `table.locate` without the division by the page where pages are powers of two; the slot where tables are strided.
   __device__ static place_type locate(const View& view, const decode_row& at, index_t slot) {
     if constexpr (std::is_same_v<decltype(view.table), block_table>) {
       const index_t page = view.table.page;
@@ -85,7 +85,7 @@ struct decode_staging {
     }
   }
 
-  /// The slot of this lane's token of the group of `span` tiles that begins at `tile`.
+  /// The slot of this lane's token in the group of `span` tiles that begins at `tile`.
   template <class TokenOf>
   __device__ static index_t group_slot(const decode_row& at, index_t tile, const TokenOf& token_of, int lane) {
     return slot_of(at, token_of(tile + lane / tokens) + lane % tokens);
@@ -100,14 +100,15 @@ struct decode_staging {
     }
   }
 
-  /// Of tile first + lane / 2, the page of one of its halves.
+  /// The page of one half of tile first + lane / 2.
   template <class TokenOf>
   __device__ static index_t half_page_of(const View& view, const decode_row& at, index_t first, const TokenOf& token_of,
                                          int lane) {
     return page_of(view, at, token_of(first + lane / 2) + lane % 2 * half);
   }
 
-  /// Reads where the first tiles of [first, last) lie; before `begin`, and before any copy that need not wait for it.
+  /// Reads the addresses of the first tiles of [first, last). Called before `begin`, and before copies that need not
+  /// wait for it.
   template <class TokenOf>
   __device__ void find(const View& view, const decode_row& at, index_t first, index_t last, const TokenOf& token_of,
                        int lane) {
@@ -140,22 +141,22 @@ struct decode_staging {
     slots = slots_from(first + 2 * span);
     later_slots = slots_from(first + 3 * span);
     next = locate(view, at, ahead[0]);
-    if (first + span < last) after = locate(view, at, ahead[1]);
+    if (first + span < last) following = locate(view, at, ahead[1]);
   }
 
-  /// Starts the first tiles of [first, last) on their way, as many as the ring holds.
+  /// Starts to copy the first tiles of [first, last), as many as the ring holds.
   template <class TokenOf>
   __device__ void begin(const View& view, const decode_row& at, index_t first, index_t last, const TokenOf& token_of,
                         int lane) {
 #pragma unroll 1
-    for (int s = 0; s < stages; ++s) put(view, at, first + s, last, token_of, lane);
+    for (int s = 0; s < stages; ++s) fetch(view, at, first + s, last, token_of, lane);
   }
 
-  /// Starts tile `tile` of a row that ends at `last` on its way, into the stage that was read last, or nothing beyond
-  /// the end; `find` and earlier calls have read its addresses.
+  /// Starts to copy tile `tile` of a row that ends at `last`, into the stage that was read last; nothing beyond the
+  /// end. `find` and earlier calls have read its addresses.
   template <class TokenOf>
-  __device__ void put(const View& view, const decode_row& at, index_t tile, index_t last, const TokenOf& token_of,
-                      int lane) {
+  __device__ void fetch(const View& view, const decode_row& at, index_t tile, index_t last, const TokenOf& token_of,
+                        int lane) {
     if (tile < last) {
       const index_t i = tile - first_tile;
       copy(view, at, token_of(tile), i, lane);
@@ -170,8 +171,8 @@ struct decode_staging {
           if (tile + 33 < last) later_slots = page_of(view, at, token_of(tile + 33 + lane));
         }
       } else if (!direct && i % span == span - 1) {
-        next = after;
-        if (tile + span + 1 < last) after = locate(view, at, slots);
+        next = following;
+        if (tile + span + 1 < last) following = locate(view, at, slots);
         slots = later_slots;
         if (tile + 3 * span + 1 < last) later_slots = group_slot(at, tile + 3 * span + 1, token_of, lane);
       }
@@ -179,15 +180,15 @@ struct decode_staging {
     commit_copies();
   }
 
-  /// Waits for the oldest tile and returns where it lies.
-  __device__ std::uint32_t take() {
+  /// Waits for the oldest tile and returns its address.
+  __device__ std::uint32_t await_tile() {
     wait_copies<stages - 1>();
     __syncwarp();
     return stage(taken++);
   }
 
  private:
-  /// Copies the row's tile of tokens from `first` on, the i-th of this segment.
+  /// Copies the row's tile of tokens from `first` on, the i-th tile of this segment.
   __device__ void copy(const View& view, const decode_row& at, index_t first, index_t i, int lane) {
     const std::uint32_t to = stage(uses++), to_v = to + tokens * k_rows.bytes(),
                         to_scales = to_v + tokens * v_rows.bytes();
@@ -307,7 +308,7 @@ struct decode_staging {
       const bool there = Full || token < valid;
       float scale = 1;
       if constexpr (format::decoded && scaled) scale = there ? scales[token * scale_stride] : 0.0f;
-      copy_chunk(to + Rows.place(token, chunk), from, there, scale);
+      copy_chunk(to + Rows.offset(token, chunk), from, there, scale);
     };
     if constexpr (32 % Rows.chunks == 0) {
       constexpr int at_once = 32 / Rows.chunks;
@@ -337,7 +338,7 @@ struct decode_staging {
       const auto row = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), from);
       float of_token = 1;
       if constexpr (format::decoded && scaled) of_token = __shfl_sync(~0u, scale, from);
-      copy_chunk(to + Rows.place(token, chunk), reinterpret_cast<stored_type*>(row) + chunk * chunk_elements,
+      copy_chunk(to + Rows.offset(token, chunk), reinterpret_cast<stored_type*>(row) + chunk * chunk_elements,
                  token < valid, of_token);
     }
   }

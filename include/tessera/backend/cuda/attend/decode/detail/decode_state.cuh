@@ -9,7 +9,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Running softmax of one warp: 16 query rows over the tokens that it has seen, in the fragments of matrix products.
+/// Running softmax of one warp: 16 query rows over its tokens so far, in the fragments of matrix products.
 template <int Dv, int Tokens>
 struct decode_softmax {
   float out[Dv / 8][4] = {};
@@ -136,7 +136,7 @@ struct decode_state : decode_softmax<View::v_dim, decode_config<View>::tokens> {
                                       (v_rows.swizzled() ? v_chunk ^ std::uint32_t(pair * 32) : v_chunk + pair * 32));
     };
     const auto chunk = [&](int token, int i) {
-      return __cvta_shared_to_generic(values + staged_rows{Dv / 8}.place(token, i));
+      return __cvta_shared_to_generic(values + staged_rows{Dv / 8}.offset(token, i));
     };
     if (__builtin_expect(masked, 0) && !special_values<T>::template all_finite<tokens, Dv / 8>(chunk, lane)) {
       base::template multiply_visible<T>(weights, fragment);
@@ -195,7 +195,7 @@ struct decode_state : decode_softmax<View::v_dim, decode_config<View>::tokens> {
   }
 };
 
-// The softmax of one warp of the decode kernel over tiles of fp8 rows, which are computed with as fp16.
+// The softmax of one warp of the decode kernel over tiles of fp8 rows, which are multiplied as fp16.
 
 /// Four neighbouring e4m3 as two pairs of fp16: exact.
 __device__ __forceinline__ void decode_fp8(std::uint32_t four, std::uint32_t& low, std::uint32_t& high) {
@@ -323,7 +323,7 @@ struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::token
   }
 
  private:
-  /// Of the lane's two tokens of the n-th eight.
+  /// Scales of the lane's two tokens of the n-th eight.
   __device__ static float2 scales_of(std::uint32_t at, int n) {
     float2 two = make_float2(1, 1);
     if constexpr (format::scaled) {
@@ -400,7 +400,7 @@ struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::token
     }
   }
 
-  /// Of 16 tokens and a pair of chunks: for each chunk its even dims, then its odd ones.
+  /// Loads 16 tokens and a pair of chunks: for each chunk its even dims, then its odd ones.
   __device__ static void load_values(std::uint32_t (&b)[2][4], std::uint32_t values, int k, int pair, int lane) {
     std::uint32_t raw[4];
     load_matrices_transposed(raw, chunk_pair<format::v_rows>(values + std::uint32_t(k * 16 * v_row), pair, lane));
@@ -444,7 +444,7 @@ struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::token
   __device__ static bool all_finite(std::uint32_t values, int lane) {
     std::uint32_t special = 0;
     for (int id = lane; id < tokens * (Dv / 16); id += 32) {
-      const std::uint32_t at = values + staged_rows{Dv / 16}.place(id / (Dv / 16), id % (Dv / 16));
+      const std::uint32_t at = values + staged_rows{Dv / 16}.offset(id / (Dv / 16), id % (Dv / 16));
       const uint4 chunk = *reinterpret_cast<const uint4*>(__cvta_shared_to_generic(at));
       for (const std::uint32_t four : {chunk.x, chunk.y, chunk.z, chunk.w}) {
         special |= (four & 0x7f7f7f7fu) + 0x01010101u;

@@ -1,5 +1,4 @@
-// Attention over packed rows on the device: parts of what is chosen, each in its segment's basis, and the rows that are
-// whole.
+// Attention over packed rows on the device: parts of the chosen rows, each in its segment's basis, and the whole rows.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +12,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// One block's part: some of the chosen units of a (sequence, kv_head), or its whole rows, for 8 query rows.
+/// A block's part: some of the chosen units of a (sequence, kv_head), or its whole rows, for 8 query rows.
 template <class View, class Tile, class Out>
 class packed_part {
   using T = typename View::element_type;
@@ -23,39 +22,38 @@ class packed_part {
  public:
   __device__ packed_part(const packed_problem<View, Out>& p, const rotated_rows& rotated, const packed_parts& to,
                          const memory& shape, unsigned char* shared)
-      : p_(p), rotated_(rotated), to_(to), shape_(shape), shared_(shared) {
+      : p_(p), rotated_(rotated), parts_(to), shape_(shape), shared_(shared) {
     const index_t heads = p.view.whole.kv_heads;
     lane_row_ = index_t(blockIdx.x);
     sequence_ = lane_row_ / heads, head_ = lane_row_ % heads, group_ = p.q.heads / heads;
     first_row_ = index_t(blockIdx.z) * query_rows_together;
     row_begin_ = reinterpret_cast<index_t*>(shared + shape.begins);
-    unit_begin_ = row_begin_ + p.view.most_segments + 1;
-    chosen_row_begin_ = unit_begin_ + p.view.most_segments + 1;
+    unit_begin_ = row_begin_ + p.view.max_segments + 1;
+    chosen_row_begin_ = unit_begin_ + p.view.max_segments + 1;
     if (threadIdx.x < query_rows_together) {
       reinterpret_cast<index_t*>(shared + shape.positions)[threadIdx.x] = position_of(first_row_ + int(threadIdx.x));
     }
   }
 
-  /// A split: chosen units, segment after segment; the last one has the whole rows, too.
+  /// Attends a split: chosen units, segment after segment. The last split has the whole rows too.
   ///
-  /// Whole rows are attended before the launch in front of this one has ended. That one has itself waited for all
-  /// before it, so that the rows are there and the last merge has read its parts; only which parts there are it may
-  /// still be resetting.
+  /// Whole rows are attended before the previous launch has ended. That launch waited for all earlier ones, so the rows
+  /// are written and the last merge has read its parts. Only the list of parts may still be reset by it.
   __device__ __forceinline__ void attend(index_t split) {
     const index_t count = p_.view.count(sequence_);
     fill_begins(p_.view, sequence_, head_, count, 1, row_begin_);
     fill_begins(p_.view, sequence_, head_, count, p_.unit, unit_begin_);
-    if (blockIdx.z == 0) fetch_value_bases(p_.view, sequence_, head_, count, split, to_.splits);
-    const bool whole = split + 1 == to_.splits && attend_whole(count);
+    if (blockIdx.z == 0) fetch_value_bases(p_.view, sequence_, head_, count, split, parts_.splits);
+    const bool whole = split + 1 == parts_.splits && attend_whole(count);
     wait();
-    if (whole) mark(p_.view.most_segments, to_.parts - 1);
+    if (whole) mark(p_.view.max_segments, parts_.parts - 1);
     attend_chosen(split, count);
   }
 
  private:
   static constexpr index_t never = 0x7fffffff;  // a position that no query sees
 
-  /// Chosen units of one split, segment after segment.
+  /// Attends the chosen units of one split, segment after segment.
   __device__ __forceinline__ void attend_chosen(index_t split, index_t count) {
     const index_t* list = p_.chosen.indices ? p_.chosen.row(lane_row_) : nullptr;
     if (p_.chosen_begins) {
@@ -68,9 +66,9 @@ class packed_part {
     const index_t all = chosen_row_begin_[count];
     if (all == 0) return;
     // The split's rows lie in shared memory: the kernel has no register to spare.
-    volatile index_t* const range = chosen_row_begin_ + p_.view.most_segments + 1;
+    volatile index_t* const range = chosen_row_begin_ + p_.view.max_segments + 1;
     if (threadIdx.x < 32) {
-      const int2 own = rows_of_split(chosen_row_begin_, count, all, to_.splits, split);
+      const int2 own = rows_of_split(chosen_row_begin_, count, all, parts_.splits, split);
       if (threadIdx.x == 0) range[0] = own.x, range[1] = own.y;
     }
     __syncthreads();
@@ -85,10 +83,10 @@ class packed_part {
     }
   }
   __device__ __forceinline__ const index_t* chosen_begins() const {
-    return p_.chosen_begins + offset_t(lane_row_) * (p_.view.most_segments + 1);
+    return p_.chosen_begins + offset_t(lane_row_) * (p_.view.max_segments + 1);
   }
 
-  /// The rows that are not packed. Returns whether there are any.
+  /// Attends the rows that are not packed. Returns whether there are any.
   __device__ __forceinline__ bool attend_whole(index_t count) {
     const index_t packed = row_begin_[count], rows = p_.view.whole.length(sequence_, head_);
     if (rows <= 0) return false;
@@ -103,10 +101,10 @@ class packed_part {
       const auto* k = whole.key(sequence_, head_, valid ? row : 0);
       const auto* v = whole.value(sequence_, head_, valid ? row : 0);
       for (int c = half; c < D / 8; c += 2) {
-        copy_async16(shared_address(keys + memory::k_rows().place(lane % whole_tokens, c)), k + c * 8, valid);
+        copy_async16(shared_address(keys + memory::k_rows().offset(lane % whole_tokens, c)), k + c * 8, valid);
       }
       for (int c = half; c < Dv / 8; c += 2) {
-        copy_async16(shared_address(values + memory::v_rows().place(lane % whole_tokens, c)), v + c * 8, valid);
+        copy_async16(shared_address(values + memory::v_rows().offset(lane % whole_tokens, c)), v + c * 8, valid);
       }
       commit_copies();
       const index_t position = valid ? p_.view.whole_position(sequence_, head_, packed, row) : never;
@@ -115,19 +113,19 @@ class packed_part {
       attend_tile(state, shared_address(keys), shared_address(values), position);
       __syncwarp();
     }
-    write(state, to_.parts - 1, Dv);
+    write(state, parts_.parts - 1, Dv);
     return true;
   }
 
-  /// Lengths were there before the queries were rotated, and the launch before this one waited for all that it
-  /// followed.
+  /// Waits for the previous launch. Lengths were written before the queries were rotated, and the previous launch
+  /// waited for all earlier ones.
   __device__ static __forceinline__ void wait() {
     wait_for_earlier();
     let_later_begin();
   }
-  /// Of a row of queries; one that is not there sees nothing.
+  /// The position of a row of queries. A row that does not exist sees nothing.
   __device__ index_t position_of(index_t row) const {
-    return row < to_.rows ? p_.first_position[sequence_] + row / group_ : no_index;
+    return row < parts_.rows ? p_.first_position[sequence_] + row / group_ : no_index;
   }
 
   __device__ __forceinline__ index_t unit_of_segment(index_t s) const {
@@ -141,12 +139,11 @@ class packed_part {
     const int unit_shift =
         (unit_rows & (unit_rows - 1)) == 0 ? __ffs(int(unit_rows)) - 1 : -1;  // below 0: no power of 2
     const float4 queries = queries_of(s, int(threadIdx.x));
-    using key_rows = raw_rows<row_places<D>>;
-    using value_rows = raw_rows<row_places<Dv>>;
+    using key_rows = raw_rows<row_layout<D>>;
+    using value_rows = raw_rows<row_layout<Dv>>;
     const key_rows first_keys(segment.k, head_);
     const value_rows first_values(segment.v, head_);
-    // Behind the first tile they are read from shared memory: while a row is walked along there are no registers for
-    // them.
+    // After the first tile they are read from shared memory: walking a row leaves no registers for them.
     auto* const keys = reinterpret_cast<key_rows*>(shared_ + shape_.sources);
     auto* const values = reinterpret_cast<value_rows*>(keys + 1);
     if (threadIdx.x == 0) *keys = first_keys, *values = first_values;
@@ -156,8 +153,8 @@ class packed_part {
     const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, tile_place = warp * shape_.tile;
     unsigned char* weights = shared_ + shape_.weights + warp * shape_.weight;
     const int k_raw = shape_.raws + warp * shape_.raw, v_raw = k_raw + shape_.k_raw * tile_tokens;
-    const unsigned k_row = unsigned(k_raw) + row_places<D>::row(unsigned(lane), first_keys.stride()),
-                   v_row = unsigned(v_raw) + row_places<Dv>::row(unsigned(lane), first_values.stride());
+    const unsigned k_row = unsigned(k_raw) + row_layout<D>::row(unsigned(lane), first_keys.stride()),
+                   v_row = unsigned(v_raw) + row_layout<Dv>::row(unsigned(lane), first_values.stride());
     const index_t rows = row_begin_[s + 1] - row_begin_[s], tokens = (last - first) * unit_rows;
     const auto unit_of = [&](index_t token) -> index_t {  // below 0: none
       if (token >= tokens) return no_index;
@@ -169,7 +166,7 @@ class packed_part {
       const index_t row = (unit - before) * unit_rows + (unit_shift >= 0 ? token & (unit_rows - 1) : token % unit_rows);
       return unit >= 0 && row < rows ? row : no_index;
     };
-    // Rows that are not there have the bits of the first one, and zeros.
+    // Rows that do not exist have the bits of the first one, and zeros.
     std::uint32_t k_bits[group_words<D, 1>] = {}, v_bits[group_words<Dv, 1>] = {};
     float k_scale, v_scale;
     const unsigned k_to = unsigned(k_raw) + first_keys.own_place(), v_to = unsigned(v_raw) + first_values.own_place();
@@ -192,7 +189,7 @@ class packed_part {
     commit_copies();
     index_t next_unit = unit_of(token + warp_step);
     put_copies(s, queries);
-    // While a warp works on keys the values of the same tokens are on their way, and the other way round.
+    // While a warp works on keys, the values of the same tokens are copied, and the other way round.
     for (; token - lane < tokens; token += warp_step) {
       const index_t next = row_of(token + warp_step, next_unit);
       const bool more = token - lane + warp_step < tokens;
@@ -230,20 +227,20 @@ class packed_part {
   }
 
   /// Query rows in the segment's basis, of part i / channels and channel i % channels, multiplied by the scale of
-  /// logits; i: of this thread.
+  /// logits. `i` is this thread's index.
   __device__ __forceinline__ float4 queries_of(index_t s, int i) const {
     const int channels = shape_.queries_part / 128;
     const float factor = p_.rule.scale_for(D) * (p_.rule.soft_cap > 0 ? 1.0f : log2e);
     const int part = i / channels, c = i % channels, first = part * queries_at_once;
-    // For a row that is not there, the last row is loaded and multiplied by 0: without branches the four loads do not
+    // For a row that does not exist, the last row is loaded and multiplied by 0: without branches the four loads do not
     // wait for each other.
     const auto load = [&](int row) {
-      const index_t at = first_row_ + row, there = (min)(at, to_.rows - 1);
+      const index_t at = first_row_ + row, there = (min)(at, parts_.rows - 1);
       return rotated_.row(lane_row_, s, there)[c] * (part < shape_.parts && at == there ? factor : 0.0f);
     };
     return make_float4(load(first), load(first + 1), load(first + 2), load(first + 3));
   }
-  /// Writes them as `query_products` reads them; `q`: those of the thread's first channel.
+  /// Writes the query rows in the layout of `query_products`; `q`: those of the thread's first channel.
   __device__ __forceinline__ void put_copies(index_t s, float4 q) {
     const int all = shape_.queries_part / 128 * shape_.parts;
 #pragma unroll 1
@@ -256,8 +253,7 @@ class packed_part {
     __syncthreads();
   }
 
-  /// Logits of a tile, which are products with queries so far, become those of base 2 of the rows that may see their
-  /// tokens.
+  /// Turns the products of a tile into logits of base 2, of the rows that may see the tokens.
   template <class State>
   __device__ __forceinline__ void take_logits(State& state, int part, float (&x)[queries_at_once], float scale,
                                               index_t position, float weight, unsigned char* weights) const {
@@ -269,23 +265,24 @@ class packed_part {
 #pragma unroll
       for (float& logit : x) logit = quick_cap(p_.rule, logit) * log2e;
     }
-    // As `logit_rule::visible`: what lies in front of the row is far behind it as an unsigned number.
+    // As `logit_rule::visible`: a token after the row is far behind it as an unsigned number.
     const unsigned seen = p_.rule.sliding_window > 0 ? unsigned(p_.rule.sliding_window) : 0x7fffffffu;
 #pragma unroll
     for (int i = 0; i < queries_at_once; ++i) x[i] = unsigned(at[i]) - unsigned(position) < seen ? x[i] : -infinity;
     state.take_logits(shape_.parts, part, x, weight, weights);
   }
 
-  /// Writes the block's 8 query rows as `packed_state` reads them. Returns where.
+  /// Writes the block's 8 query rows in the layout of `packed_state`. Returns their address.
   __device__ std::uint32_t put_queries() {
     unsigned char* to = shared_ + shape_.queries;
     for (int i = int(threadIdx.x); i < query_rows_together * D; i += packed_threads) {
       const int row = i / D, c = i % D;
       const index_t at = first_row_ + row;
       // They are of 16 bits and have no second part.
-      const T x = at < to_.rows ? T(float(p_.q.row(sequence_, at / group_, head_ * group_ + at % group_)[c])) : T(0.0f);
+      const T x =
+          at < parts_.rows ? T(float(p_.q.row(sequence_, at / group_, head_ * group_ + at % group_)[c])) : T(0.0f);
       const auto put = [&](int place, T part) {
-        *reinterpret_cast<std::uint16_t*>(to + memory::k_rows().place(place, c / 8) + std::uint32_t(c % 8 * 2)) =
+        *reinterpret_cast<std::uint16_t*>(to + memory::k_rows().offset(place, c / 8) + std::uint32_t(c % 8 * 2)) =
             part.bits;
       };
       put(row, x);
@@ -303,16 +300,16 @@ class packed_part {
     const float scale = p_.rule.scale_for(D);
     float logits[4];
     state.dot(keys, D, logits);
-    index_t at[4];
+    index_t positions[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) at[j] = __shfl_sync(~0u, position, lane % 4 * 2 + j % 2 + j / 2 * 8);
-    state.take(
+    for (int j = 0; j < 4; ++j) positions[j] = __shfl_sync(~0u, position, lane % 4 * 2 + j % 2 + j / 2 * 8);
+    state.add_tokens(
         logits, values, Dv, [&](float x, int) { return quick_cap(p_.rule, x * scale) * log2e; },
-        [&](int j) { return query >= 0 && at[j] != never && p_.rule.visible(query, at[j]); },
+        [&](int j) { return query >= 0 && positions[j] != never && p_.rule.visible(query, positions[j]); },
         [&](int) { return 1.0f; });
   }
 
-  /// Adds the warps' states up in their order and writes the part.
+  /// Adds the warps' states in their order and writes the part.
   template <class State>
   __device__ void write(const State& state, index_t part, int channels) {
     const int warp = int(threadIdx.x) / 32;
@@ -320,39 +317,39 @@ class packed_part {
     state.write(shape_.parts, states + warp * query_rows_together * 2,
                 reinterpret_cast<float*>(shared_ + warp * shape_.tile), channels);
     __syncthreads();
-    const int rows = int((min)(index_t(query_rows_together), to_.rows - first_row_));
-    const offset_t at = (offset_t(lane_row_) * to_.parts + part) * to_.rows + first_row_;
+    const int rows = int((min)(index_t(query_rows_together), parts_.rows - first_row_));
+    const offset_t at = (offset_t(lane_row_) * parts_.parts + part) * parts_.rows + first_row_;
     for (int i = int(threadIdx.x); i < rows * channels; i += packed_threads) {
       const int row = i / channels, c = i % channels;
       float top = -infinity, sum = 0;
       for (int w = 0; w < packed_warps; ++w) top = fmaxf(top, states[(w * query_rows_together + row) * 2]);
       for (int w = 0; w < packed_warps; ++w) {
-        const float most = states[(w * query_rows_together + row) * 2];
-        if (most == -infinity) continue;
-        sum += reinterpret_cast<const float*>(shared_ + w * shape_.tile)[row * Dv + c] * exp2f(most - top);
+        const float largest = states[(w * query_rows_together + row) * 2];
+        if (largest == -infinity) continue;
+        sum += reinterpret_cast<const float*>(shared_ + w * shape_.tile)[row * Dv + c] * exp2f(largest - top);
       }
-      to_.out[(at + row) * Dv + c] = sum;
+      parts_.out[(at + row) * Dv + c] = sum;
     }
     for (int row = int(threadIdx.x); row < rows; row += packed_threads) {
       float top = -infinity, sum = 0;
       for (int w = 0; w < packed_warps; ++w) top = fmaxf(top, states[(w * query_rows_together + row) * 2]);
       for (int w = 0; w < packed_warps; ++w) {
-        const float most = states[(w * query_rows_together + row) * 2],
+        const float largest = states[(w * query_rows_together + row) * 2],
                     own = states[(w * query_rows_together + row) * 2 + 1];
-        sum += most == -infinity ? own : own * exp2f(most - top);  // a row of NaN has a sum and no largest logit
+        sum += largest == -infinity ? own : own * exp2f(largest - top);  // a row of NaN has a sum and no largest logit
       }
-      to_.states[(at + row) * 2] = top, to_.states[(at + row) * 2 + 1] = sum;
+      parts_.states[(at + row) * 2] = top, parts_.states[(at + row) * 2 + 1] = sum;
     }
     __syncthreads();
   }
-  /// Says that a part is there, and in which segment's basis.
+  /// Marks a part as written, in the basis of `segment`.
   __device__ void mark(index_t segment, index_t part) const {
-    if (threadIdx.x == 0 && blockIdx.z == 0) to_.segment[offset_t(lane_row_) * to_.parts + part] = segment;
+    if (threadIdx.x == 0 && blockIdx.z == 0) parts_.segment[offset_t(lane_row_) * parts_.parts + part] = segment;
   }
 
   const packed_problem<View, Out>& p_;
   const rotated_rows& rotated_;
-  const packed_parts& to_;
+  const packed_parts& parts_;
   const memory& shape_;
   unsigned char* shared_;
   index_t lane_row_, sequence_, head_, group_, first_row_;
@@ -364,10 +361,10 @@ __global__ void __launch_bounds__(packed_threads, View::k_dim <= 128 && View::v_
     attend_packed_entry(const __grid_constant__ packed_problem<View, Out> p, rotated_rows rotated, packed_parts to,
                         packed_lengths<View::k_dim, View::v_dim> lengths) {
   extern __shared__ uint4 shared_memory[];
-  const packed_memory<View::k_dim, View::v_dim> shape(rotated.rows, p.view.most_segments, lengths);
+  const packed_memory<View::k_dim, View::v_dim> shape(rotated.rows, p.view.max_segments, lengths);
   packed_part<View, Tile, Out> part(p, rotated, to, shape, reinterpret_cast<unsigned char*>(shared_memory));
-  // Blocks that begin last, when the choice has ended, have no time for whole rows: the last splits are the first
-  // blocks.
+  // Blocks that begin last, when the choice has ended, have no time for whole rows. So the first blocks get the last
+  // splits.
   part.attend(to.splits - 1 - index_t(blockIdx.y));
 }
 

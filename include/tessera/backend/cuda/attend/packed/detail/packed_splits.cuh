@@ -1,4 +1,4 @@
-// Blocks that attend packed rows: where each has its shared memory, and which part of the rows it reads.
+// Blocks that attend packed rows: the layout of their shared memory, and which part of the rows each reads.
 #pragma once
 
 #include "../../../device/warp.cuh"
@@ -12,20 +12,19 @@ namespace detail {
 /// with the rest of a step, 2 us more (256K tokens, batch 4; H200, CUDA 13.0).
 inline constexpr int packed_warps = 4, packed_blocks = 4, packed_threads = packed_warps * 32;
 
-/// For what a kernel's memory is made: channels of rows, and bytes from one raw row to the next one, of the longest
-/// rows.
+/// The sizes that a kernel's memory is made for: channels of the longest rows, and bytes from one raw row to the next.
 template <int D, int Dv>
 struct packed_lengths {
   int k_channels, v_channels, k_raw, v_raw;
   packed_lengths(const packed_format& k, const packed_format& v)
       : k_channels(int(whole_channels(k.channels))),
         v_channels(int(whole_channels(v.channels))),
-        k_raw(int(row_places<D>::stride(unsigned(value_stride(k.value_bytes()) / 16)))),
-        v_raw(int(row_places<Dv>::stride(unsigned(value_stride(v.value_bytes()) / 16)))) {}
+        k_raw(int(row_layout<D>::stride(unsigned(value_stride(k.value_bytes()) / 16)))),
+        v_raw(int(row_layout<Dv>::stride(unsigned(value_stride(v.value_bytes()) / 16)))) {}
 };
 
-/// Where a block's shared memory lies: tiles, raw values, queries, the warps' states, weights, positions of queries,
-/// where rows lie, tables.
+/// The layout of a block's shared memory: tiles, raw values, queries, the warps' states, weights, positions of queries,
+/// addresses of rows, tables.
 template <int D, int Dv>
 struct packed_memory {
   TESSERA_HD static constexpr staged_rows k_rows() { return {D / 8}; }
@@ -35,7 +34,7 @@ struct packed_memory {
       positions, sources, begins, bytes;
 
   /// `rows`: of queries.
-  TESSERA_HD packed_memory(index_t rows, index_t most_segments, const packed_lengths<D, Dv>& lengths)
+  TESSERA_HD packed_memory(index_t rows, index_t max_segments, const packed_lengths<D, Dv>& lengths)
       : parts(rows > queries_at_once ? 2 : 1),
         tile(larger(larger(lengths.v_channels * tile_tokens * 2, query_rows_together * Dv * 4),
                     k_rows().bytes() * whole_tokens)),
@@ -52,25 +51,26 @@ struct packed_memory {
         softmaxes(weights + packed_warps * weight),
         positions(softmaxes + packed_warps * softmax),
         sources(positions + query_rows_together * 4),
-        begins(sources + int(sizeof(raw_rows<row_places<D>>) + sizeof(raw_rows<row_places<Dv>>))),
-        bytes(begins + (int(most_segments + 1) * 3 + 2) * 4) {}
+        begins(sources + int(sizeof(raw_rows<row_layout<D>>) + sizeof(raw_rows<row_layout<Dv>>))),
+        bytes(begins + (int(max_segments + 1) * 3 + 2) * 4) {}
 
  private:
   TESSERA_HD static constexpr int larger(int a, int b) { return a > b ? a : b; }
 };
 
 /// Results of parts: [lanes, parts, rows, v_dim], not divided by the sum, in the basis of the part's segment, whose
-/// number is in `segment` [lanes, parts] (none: nothing was there; most_segments: whole rows); most and sum [lanes,
-/// parts, rows, 2].
+/// number is in `segment` [lanes, parts] (none: the part is empty; max_segments: whole rows); largest logit and sum
+/// [lanes, parts, rows, 2].
 struct packed_parts {
   float *out, *states;
   index_t* segment;
   index_t splits, parts, rows;
 };
 
-/// begins [count + 1] = how many chosen rows lie before each of `count` segments, and in all. `units` [count + 1] says
-/// with which unit each segment begins. `list` has the `all` chosen units, ascending, each of `one` rows; without a
-/// list every unit is chosen. By all threads of a block; `samples` has room for a number of each. Ends with a barrier.
+/// Writes to begins [count + 1] how many chosen rows lie before each of `count` segments, and in all. `units` [count +
+/// 1]: the unit with which each segment begins. `list` has the `all` chosen units, ascending, each of `one` rows;
+/// without a list every unit is chosen. All threads of a block call it; `samples` has room for a number of each. It
+/// ends with a barrier.
 __device__ __forceinline__ void find_begins(const index_t* list, index_t all, index_t one, const index_t* units,
                                             index_t count, index_t* samples, index_t* begins) {
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
@@ -98,9 +98,9 @@ __device__ __forceinline__ void find_begins(const index_t* list, index_t all, in
   __syncthreads();
 }
 
-/// Which of the `all` chosen rows of `count` segments, that begin at `begins`, a split has: of one segment where that
-/// leaves enough splits. One that goes on into another segment waits for its queries and rows, as long as for a round
-/// of tiles. By a warp.
+/// Which of the `all` chosen rows of `count` segments, which begin at `begins`, a split has: rows of one segment where
+/// that leaves enough splits. A split that continues into another segment waits for its queries and rows, as long as
+/// for a round of tiles. A warp calls it.
 __device__ __forceinline__ int2 rows_of_split(const index_t* begins, index_t count, index_t all, index_t splits,
                                               index_t split) {
   constexpr index_t round = packed_warps * tile_tokens;  // fewer rows leave warps without work
@@ -128,7 +128,7 @@ __device__ __forceinline__ int2 rows_of_split(const index_t* begins, index_t cou
   return make_int2((min)(split * each, all), (min)(split * each + each, all));
 }
 
-/// Bases of values come to the L2, where the merge finds them: a split's those of some of the `count` segments.
+/// Prefetches bases of values to the L2 for the merge. A split prefetches those of some of the `count` segments.
 template <class View>
 __device__ __forceinline__ void fetch_value_bases(const View& view, index_t sequence, index_t head, index_t count,
                                                   index_t split, index_t splits) {

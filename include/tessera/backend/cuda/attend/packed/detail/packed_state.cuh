@@ -20,7 +20,7 @@ struct packed_state {
   TESSERA_HD static constexpr staged_rows k_rows() { return {D / 8}; }
   TESSERA_HD static constexpr staged_rows v_rows() { return {Dv / 8}; }
   std::uint32_t q[D / 16][4];
-  float most = -infinity, sum = 0;
+  float largest = -infinity, sum = 0;
   float acc[Dv / 16][4] = {};
 
   /// `queries`: the address of 16 staged rows, the first numbers of 8 and the second ones.
@@ -29,7 +29,7 @@ struct packed_state {
 #pragma unroll
     for (int step = 0; step < D / 16; ++step) {
       if (step * 16 >= channels) break;
-      load_matrices(q[step], queries + k_rows().place(in_matrix + matrix % 2 * 8, step * 2 + matrix / 2));
+      load_matrices(q[step], queries + k_rows().offset(in_matrix + matrix % 2 * 8, step * 2 + matrix / 2));
     }
   }
 
@@ -42,7 +42,7 @@ struct packed_state {
     for (int step = 0; step < D / 16; ++step) {
       if (step * 16 >= channels) break;
       std::uint32_t b[4];
-      load_matrices(b, keys + k_rows().place(in_matrix + matrix / 2 * 8, step * 2 + matrix % 2));
+      load_matrices(b, keys + k_rows().offset(in_matrix + matrix / 2 * 8, step * 2 + matrix % 2));
       multiply<Tile>(parts[0], q[step], b[0], b[1]);
       multiply<Tile>(parts[1], q[step], b[2], b[3]);
     }
@@ -50,21 +50,21 @@ struct packed_state {
     for (int j = 0; j < 4; ++j) logits[j] = parts[j / 2][j % 2] + parts[j / 2][j % 2 + 2];
   }
 
-  /// Takes in 16 tokens. logit(x, j) of a dot product in base 2; sees(j): may the lane's row see token j of those that
-  /// `dot` names; weight(j) multiplies its value.
+  /// Adds 16 tokens. logit(x, j): the logit of a dot product, in base 2; sees(j): whether the lane's row sees token j
+  /// of those that `dot` names; weight(j) multiplies the token's value.
   template <class Logit, class Sees, class Weight>
-  __device__ __forceinline__ void take(const float (&logits)[4], std::uint32_t values, int channels, const Logit& logit,
-                                       const Sees& sees, const Weight& weight) {
+  __device__ __forceinline__ void add_tokens(const float (&logits)[4], std::uint32_t values, int channels,
+                                             const Logit& logit, const Sees& sees, const Weight& weight) {
     const int lane = int(threadIdx.x) % 32, in_matrix = lane % 8, matrix = lane / 8;
-    float x[4], top = most;
+    float x[4], top = largest;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       x[j] = sees(j) ? logit(logits[j], j) : -infinity;
       top = fmaxf(top, x[j]);
     }
     top = lanes_max<4>(top);
-    const float reference = top == -infinity ? 0.0f : top, shrink = exp2f(most - reference);
-    most = top;
+    const float reference = top == -infinity ? 0.0f : top, shrink = exp2f(largest - reference);
+    largest = top;
     sum *= shrink;
     const float of_rows[2] = {__shfl_sync(~0u, shrink, lane % 4 * 8), __shfl_sync(~0u, shrink, lane % 4 * 8 + 4)};
 #pragma unroll
@@ -83,16 +83,17 @@ struct packed_state {
     for (int m = 0; m < Dv / 16; ++m) {  // channels are rows of the product
       if (m * 16 >= channels) break;
       std::uint32_t a[4];
-      load_matrices_transposed(a, values + v_rows().place(in_matrix + matrix / 2 * 8, m * 2 + matrix % 2));
+      load_matrices_transposed(a, values + v_rows().offset(in_matrix + matrix / 2 * 8, m * 2 + matrix % 2));
       multiply<Tile>(acc[m], a, p[0], p[1]);
     }
   }
 
-  /// Adds the lanes' sums up, and writes most and sum [8, 2] and the summed values [8, Dv]. By one warp.
+  /// Adds the lanes' sums up, and writes the largest logit and the sum [8, 2] and the summed values [8, Dv]. By one
+  /// warp.
   __device__ __forceinline__ void write(int, float* states, float* to, int channels) const {
     const int lane = int(threadIdx.x) % 32;
     const float whole = lanes_sum<4>(sum);
-    if (lane % 4 == 0) states[lane / 4 * 2] = most, states[lane / 4 * 2 + 1] = whole;
+    if (lane % 4 == 0) states[lane / 4 * 2] = largest, states[lane / 4 * 2 + 1] = whole;
 #pragma unroll
     for (int m = 0; m < Dv / 16; ++m) {
       if (m * 16 >= channels) break;
@@ -224,7 +225,7 @@ __device__ __forceinline__ void multiply_row(int way, int kept, const std::uint3
   with_way<Tile, D>(
       way, [&]<class Way>() __attribute__((always_inline)) {
         using products = query_products<Way::element, Way::group>;
-        row_walk<row_places<D>, Way, Way::group * products::stride> along(bits, first);
+        row_walk<row_layout<D>, Way, Way::group * products::stride> along(bits, first);
         along.walk(kept, shared, row, products{shared, sums});
       });
 }
@@ -238,7 +239,7 @@ __device__ __forceinline__ void spread_row(int way, int kept, const std::uint32_
   with_way<Tile, Dv>(
       way, [&]<class Way>() __attribute__((always_inline)) {
         using spread = spread_values<Tile, Way::element, Way::group>;
-        row_walk<row_places<Dv>, Way, Way::group * spread::stride> along(bits, first);
+        row_walk<row_layout<Dv>, Way, Way::group * spread::stride> along(bits, first);
         along.walk(kept, shared, row, spread{shared});
       });
 }
@@ -282,7 +283,7 @@ struct spread_state {
     const int lane = int(threadIdx.x) % 32;
 #pragma unroll 1
     for (int i = 0; i < parts; ++i) {
-      if (lane == 0) most(i) = make_float4(lowest, lowest, lowest, lowest);
+      if (lane == 0) largest(i) = make_float4(lowest, lowest, lowest, lowest);
       sums(parts, i, lane) = make_float4(0, 0, 0, 0);
     }
   }
@@ -292,7 +293,7 @@ struct spread_state {
   __device__ __forceinline__ void take_logits(int parts, int part, const float (&x)[queries_at_once], float weight,
                                               unsigned char* weights) {
     const int lane = lane_here();
-    const float4 before = most(part), added = sums(parts, part, lane);
+    const float4 before = largest(part), added = sums(parts, part, lane);
     float top[queries_at_once] = {before.x, before.y, before.z, before.w};
     float sum[queries_at_once] = {added.x, added.y, added.z, added.w};
     bool rises = false;
@@ -308,7 +309,7 @@ struct spread_state {
         sum[i] *= shrink[i];
       }
       __syncwarp();
-      if (lane == 0) most(part) = make_float4(top[0], top[1], top[2], top[3]);
+      if (lane == 0) largest(part) = make_float4(top[0], top[1], top[2], top[3]);
       const bool own = lane % 4 / 2 == part, odd = lane % 2;
       const float of_rows[2] = {own ? (odd ? shrink[2] : shrink[0]) : 1.0f, own ? (odd ? shrink[3] : shrink[1]) : 1.0f};
 #pragma unroll
@@ -340,12 +341,13 @@ struct spread_state {
         channels, [&](int m) __attribute__((always_inline)) { take_matrix(from, m); });
   }
 
-  /// Adds the lanes' sums up, and writes most and sum [8, 2] and the summed values [8, Dv]. By one warp.
+  /// Adds the lanes' sums up, and writes the largest logit and the sum [8, 2] and the summed values [8, Dv]. By one
+  /// warp.
   __device__ __forceinline__ void write(int parts, float* states, float* to, int channels) const {
     const int lane = int(threadIdx.x) % 32;
 #pragma unroll 1
     for (int part = 0; part < parts; ++part) {
-      const float4 reference = most(part), added = sums(parts, part, lane);
+      const float4 reference = largest(part), added = sums(parts, part, lane);
       const float top[queries_at_once] = {reference.x, reference.y, reference.z, reference.w};
       const float sum[queries_at_once] = {added.x, added.y, added.z, added.w};
 #pragma unroll
@@ -368,16 +370,16 @@ struct spread_state {
   }
 
  private:
-  __device__ __forceinline__ float4& most(int part) const { return shared[part]; }
+  __device__ __forceinline__ float4& largest(int part) const { return shared[part]; }
   __device__ __forceinline__ float4& sums(int parts, int part, int lane) const {
     return shared[parts + part * tile_tokens + lane];
   }
-  /// Where a token's number of 16 bits stands in a row of 32: tokens t and t + 16 are neighbours.
+  /// The index of a token's 16 bits in a row of 32: tokens t and t + 16 are neighbours.
   __device__ static __forceinline__ int paired(int token) { return token % 16 * 2 + token / 16; }
 
-  /// What a lane multiplies: four pairs of tokens, lane % 4 * 4 and on, two in the first product and two in the second.
+  /// A lane's operands: four pairs of tokens from lane % 4 * 4 on, two for each of two products.
   struct values_taken {
-    uint4 p = {};  // of rows that are not there
+    uint4 p = {};  // 0 for rows that do not exist
     const unsigned char* values;
     __device__ __forceinline__ values_taken(const unsigned char* tile, const unsigned char* weights, int parts) {
       const int lane = lane_here(), row = lane / 4, place = row * tile_tokens * 2 + lane % 4 * 16;

@@ -10,15 +10,15 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Where they lie: [sequences, kv_heads, most_segments, rows + 1, dim], fp32, 0 behind the segment's channels. A row is
+/// Where they lie: [sequences, kv_heads, max_segments, rows + 1, dim], fp32, 0 behind the segment's channels. A row is
 /// a token and a query head of the group, token * group + head; the last one is the sum of the others, but for elements
 /// that are not finite.
 struct rotated_rows {
   float* data = nullptr;
-  index_t most_segments = 0, rows = 0, dim = 0;
+  index_t max_segments = 0, rows = 0, dim = 0;
 
   TESSERA_HD float* row(index_t lane, index_t segment, index_t i) const {
-    return data + ((offset_t(lane) * most_segments + segment) * (rows + 1) + i) * dim;
+    return data + ((offset_t(lane) * max_segments + segment) * (rows + 1) + i) * dim;
   }
 };
 
@@ -128,32 +128,32 @@ class rotate_queries {
   using T = typename View::element_type;
 
  public:
-  rotate_queries(index_t sequences, index_t kv_heads, index_t q_heads, index_t tokens, index_t most_segments)
+  rotate_queries(index_t sequences, index_t kv_heads, index_t q_heads, index_t tokens, index_t max_segments)
       : sequences_(sequences),
         heads_(kv_heads),
-        most_segments_(most_segments),
+        max_segments_(max_segments),
         rows_(tokens * (q_heads / kv_heads)),
-        entry_(most_segments > detail::segments_rotated_together ? detail::rotate_queries_entry<View, true>
-                                                                 : detail::rotate_queries_entry<View, false>),
+        entry_(max_segments > detail::segments_rotated_together ? detail::rotate_queries_entry<View, true>
+                                                                : detail::rotate_queries_entry<View, false>),
         overlapping_(can_overlap(entry_)) {}
 
   std::size_t workspace_bytes() const {
-    return array_bytes<float>(std::size_t(sequences_) * std::size_t(heads_) * std::size_t(most_segments_) *
+    return array_bytes<float>(std::size_t(sequences_) * std::size_t(heads_) * std::size_t(max_segments_) *
                               std::size_t(rows_ + 1) * View::k_dim);
   }
   /// `part_segment` [sequences * kv_heads, parts] is set to "none": attention fills it.
   rotated_rows run(const View& view, const rows_view<const T>& q, void* workspace, index_t* part_segment, index_t parts,
                    cudaStream_t stream) const {
-    const rotated_rows to{static_cast<float*>(workspace), most_segments_, q.tokens * (q.heads / view.whole.kv_heads),
+    const rotated_rows to{static_cast<float*>(workspace), max_segments_, q.tokens * (q.heads / view.whole.kv_heads),
                           View::k_dim};
     require(to.rows <= rows_ && view.whole.sequences <= sequences_, "rows of queries", to.rows,
             "at most " + std::to_string(rows_), "make the operation for the longest step");
-    require(view.most_segments == most_segments_, "most_segments", view.most_segments, std::to_string(most_segments_),
+    require(view.max_segments == max_segments_, "max_segments", view.max_segments, std::to_string(max_segments_),
             "make the operation for the view's table");
     const index_t lanes = view.whole.sequences * view.whole.kv_heads;
     if (lanes == 0) return to;
     launch(entry_,
-           {.blocks = dim3(unsigned(std::clamp(most_segments_, 1, detail::segments_rotated_together) *
+           {.blocks = dim3(unsigned(std::clamp(max_segments_, 1, detail::segments_rotated_together) *
                                     ceil_div(View::k_dim, detail::channels_rotated_together)),
                            unsigned(lanes), unsigned(ceil_div(to.rows + 1, detail::rows_rotated_together))),
             .threads = dim3(detail::rotating_threads),
@@ -164,7 +164,7 @@ class rotate_queries {
   }
 
  private:
-  index_t sequences_, heads_, most_segments_, rows_;
+  index_t sequences_, heads_, max_segments_, rows_;
   // What was asked about is what is launched: nvcc gives every source file a kernel of its own.
   void (*entry_)(View, rows_view<const T>, rotated_rows, index_t*, index_t);
   bool overlapping_;

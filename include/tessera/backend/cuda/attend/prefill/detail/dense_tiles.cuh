@@ -7,30 +7,30 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// What a block of a prefill kernel goes through, and what its rows see of it. A kernel takes any type with
-///   argument, memory_bytes                 what a launch says beside the problem; shared memory of a block
+/// The tiles that a block of a prefill kernel reads, and what its rows see of them. A kernel takes any type with
+///   argument, memory_bytes                 a launch's argument beside the problem; shared memory of a block
 ///   one_piece                              whether `gather` is called once
-///   (p, parts, item, argument, memory)     an item's: `at` and `first_row` are its query rows
-///   gather(p)                              by all threads that list, no barrier in front: the tiles of the next piece,
-///                                          and how many they are; `has_more` says whether another piece follows
-///   ask(p, first_row, rows)                which of the block's rows the following are about
-///   gathers, gathered()                    whether rows may also lie side by side in memory of their own; their maps
-///   gathered_row(t)                        the first row of the tile there; no_index: it is not there
-///   slot_of(t, row)                        the slot behind row `row` of tile t of the piece; `at.stored` or more: none
+///   (p, parts, item, argument, memory)     for an item: `source` and `first_row` are its query rows
+///   gather(p)                              by all threads that list, without a barrier before it: lists the tiles of
+///                                          the next piece and returns their number; `has_more`: another piece follows
+///   ask(p, first_row, rows)                sets the block's rows for the calls below
+///   gathers, gathered()                    whether rows may also be gathered in other memory; their maps
+///   gathered_row(t)                        the tile's first row there; no_index: it is not gathered
+///   slot_of(t, row)                        the slot of row `row` of the piece's tile t; `source.stored` or more: none
 ///   is_in_chunks(t)                        whether each 32 of its rows are neighbouring slots from a multiple of 32
 ///                                          on, all stored
 ///   meets(p, t), is_masked(p, t)           whether any row sees anything of it; whether any row does not see all of it
-///   seen(p, t, c, row)                     bits of the 32 slots of the tile's chunk c that a row sees
-///   seen(p, t, query, bits)                the same of all its chunks, by the row's position
+///   visible_bits(p, t, c, row)             bits of the 32 slots of the tile's chunk c that a row sees
+///   visible_bits(p, t, query, bits)        the same of all its chunks, by the row's position
 template <class Rows>
 struct dense_tiles {
   using problem_type = typename Rows::problem_type;
-  using place = typename Rows::place;
+  using item_rows = typename Rows::item_rows;
   static constexpr int tile = Rows::tile, memory_bytes = 0;
   static constexpr bool one_piece = true, gathers = false;
   struct argument {};
 
-  place at;
+  item_rows source;
   index_t first_row, first_tile, count;
   typename Rows::slot_range by_any, by_all;
 
@@ -39,13 +39,13 @@ struct dense_tiles {
                          unsigned char*) {
     const index_t group = p.q.heads / p.view.kv_heads;
     const index_t part = item % parts.splits;
-    const block_place of = place_of(p, parts, item / parts.splits);
-    first_row = of.block * Rows::block_rows;
-    const index_t head = of.row % p.view.kv_heads;
-    at = {of.row / p.view.kv_heads, head, head * group, group, 0, p.q.tokens * group, item};
-    at.stored = (max)(p.view.length(at.sequence, at.head), 0);
-    const auto range = Rows::seen(p, at, Rows::position_of(p, at, first_row),
-                                  Rows::position_of(p, at, first_row + Rows::block_rows - 1));
+    const block_place block = place_of(p, parts, item / parts.splits);
+    first_row = block.block * Rows::block_rows;
+    const index_t head = block.row % p.view.kv_heads;
+    source = {block.row / p.view.kv_heads, head, head * group, group, 0, p.q.tokens * group, item};
+    source.stored = (max)(p.view.length(source.sequence, source.head), 0);
+    const auto range = Rows::visible_range(p, source, Rows::position_of(p, source, first_row),
+                                           Rows::position_of(p, source, first_row + Rows::block_rows - 1));
     const index_t begin = range.begin / tile, tiles = (max)(ceil_div(range.end, tile) - begin, 0);
     first_tile = begin + index_t(offset_t(tiles) * part / parts.splits);
     count = begin + index_t(offset_t(tiles) * (part + 1) / parts.splits) - first_tile;
@@ -55,13 +55,13 @@ struct dense_tiles {
   __device__ bool has_more() const { return false; }
 
   __device__ void ask(const problem_type& p, index_t row, index_t rows) {
-    const index_t oldest = Rows::position_of(p, at, row), newest = Rows::position_of(p, at, row + rows - 1);
-    by_any = Rows::seen(p, at, oldest, newest), by_all = Rows::seen(p, at, newest, oldest);
+    const index_t oldest = Rows::position_of(p, source, row), newest = Rows::position_of(p, source, row + rows - 1);
+    by_any = Rows::visible_range(p, source, oldest, newest), by_all = Rows::visible_range(p, source, newest, oldest);
   }
 
   __device__ index_t slot_of(index_t t, index_t row) const { return (first_tile + t) * tile + row; }
 
-  __device__ bool is_in_chunks(index_t t) const { return (first_tile + t + 1) * tile <= at.stored; }
+  __device__ bool is_in_chunks(index_t t) const { return (first_tile + t + 1) * tile <= source.stored; }
 
   __device__ bool meets(const problem_type&, index_t t) const {
     const index_t first = (first_tile + t) * tile;
@@ -71,24 +71,25 @@ struct dense_tiles {
     const index_t first = (first_tile + t) * tile;
     return !by_all.covers(first, first + tile);
   }
-  __device__ void seen(const problem_type& p, index_t t, index_t query,
-                       std::uint32_t (&bits)[Rows::tile_chunks]) const {
+  __device__ void visible_bits(const problem_type& p, index_t t, index_t query,
+                               std::uint32_t (&bits)[Rows::tile_chunks]) const {
 #pragma unroll
     for (int c = 0; c < Rows::tile_chunks; ++c) {
-      bits[c] = Rows::visible_slots(p, at, query, (first_tile + t) * tile + c * Rows::chunk_slots);
+      bits[c] = Rows::visible_slots(p, source, query, (first_tile + t) * tile + c * Rows::chunk_slots);
     }
   }
-  __device__ std::uint32_t seen(const problem_type& p, index_t t, index_t c, index_t row) const {
-    return Rows::visible_slots(p, at, Rows::position_of(p, at, row), (first_tile + t) * tile + c * Rows::chunk_slots);
+  __device__ std::uint32_t visible_bits(const problem_type& p, index_t t, index_t c, index_t row) const {
+    return Rows::visible_slots(p, source, Rows::position_of(p, source, row),
+                               (first_tile + t) * tile + c * Rows::chunk_slots);
   }
 
  private:
   struct block_place {
     index_t row, block;  // (sequence, kv_head); of its query rows, the oldest first
   };
-  /// What the `item`-th block attends: those that see most tokens go first, so that no long block is left for the end.
-  /// These are the last query rows, and heads that store more; one that stores less begins so many turns later. By each
-  /// warp. The merge of parts takes heads in turn.
+  /// The rows of the `item`-th block. Blocks that see the most tokens go first, so that no long block is left for the
+  /// end: the last query rows, and heads that store more. A head that stores less begins later by as many turns. Each
+  /// warp calls it. The merge of parts takes heads in turn.
   /// Lost (ms, a layer of 128K in chunks of 2,048, heads that keep 5 to 57 %, H200; this takes 113): heads always in
   /// turn 150.
   __device__ static block_place place_of(const problem_type& p, const prefill_parts& parts, index_t item) {

@@ -13,10 +13,10 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// The rows of vertical lines, gathered side by side in front of attention along lines, so that the copy engine fetches
+// The rows of vertical lines are gathered side by side before attention along lines, so that the copy engine fetches
 // them too.
 
-/// Memory in which attention along lines may lay rows side by side, aligned to 16 bytes; scratch.
+/// Scratch in which attention along lines may gather rows, aligned to 16 bytes.
 /// Lost (ms, 10 % of 128K, d 128, bf16, H200, CUDA 13.0): each block gathers them anew 60.7, where this took 59.1.
 struct column_memory {
   void* data = nullptr;
@@ -25,20 +25,19 @@ struct column_memory {
 
 namespace detail {
 
-/// What a launch says of lines beside the problem.
+/// A launch's argument beside the problem: its lines.
 struct line_argument {
   line_tables lines;
-  row_maps columns;  // of gathered rows, a tile to a box; box_rows 0: nothing is gathered
-  index_t room = 0;  // so many rows
+  row_maps columns;      // of gathered rows, a tile to a box; box_rows 0: nothing is gathered
+  index_t capacity = 0;  // so many rows
 };
 
-/// Of gathered rows a head has whole tiles, wherever its first one begins: zeros behind its own.
+/// How many gathered rows a head has: whole tiles, wherever its first one begins, with zeros behind its own rows.
 template <int Tile>
 __device__ index_t gathered_rows(index_t columns) {
   return (columns / Tile + 2) * Tile;
 }
-/// Where the rows of a head's vertical lines lie among those that are gathered; no_index: there is no room for them. By
-/// a warp.
+/// Where the gathered rows of a head's vertical lines begin; no_index: there is no room for them. By a warp.
 template <int Tile>
 __device__ index_t gathered_at(const line_tables& lines, index_t q_head, index_t room) {
   offset_t before = 0;
@@ -98,23 +97,23 @@ void gather_columns(const View& view, index_t q_heads, const column_memory& memo
     gather_columns_entry<View, Tile, threads>
         <<<dim3(32, unsigned(q_heads)), threads, 0, stream>>>(view, argument.lines, room, keys, values);
     check(cudaGetLastError(), "launch of gather_columns");
-    argument.columns = maps, argument.room = room;
+    argument.columns = maps, argument.capacity = room;
   }
 }
 
 /// As dense_tiles, for rows of one query head that attend along its lines.
 ///
-/// What is stored is looked at in chunks of 32 slots. A block lists those that a slash line of any of its rows meets,
-/// and packs four (or two) of them to a tile, neighbours or not; their masks leave out the vertical lines. The slots of
-/// vertical lines follow, packed to tiles of their own, which only causality masks. A block with rows that attend
-/// everything lists all chunks and masks by both kinds of lines, so that it needs no other tiles.
-/// The list lies in shared memory, `Entries` of it: a longer one comes in pieces.
+/// Stored slots are read in chunks of 32. A block lists the chunks that a slash line of any of its rows meets, and
+/// packs four (or two) of them into a tile, neighbours or not. Their masks leave out the vertical lines. The slots of
+/// vertical lines follow in tiles of their own, which only causality masks. A block with rows that attend everything
+/// lists all chunks and masks by both kinds of lines, so it needs no other tiles.
+/// The list lies in shared memory and has `Entries` entries: a longer one comes in pieces.
 /// Lost (ms, 10 % of 128K, d 128, bf16, H200; then this took 56.4, now 42.9): chunks that half of a block's rows meet
 /// in tiles of their own 60.1; blocks that begin at different tiles 56.9.
 template <class Rows, int Entries>
 struct line_tiles {
   using problem_type = typename Rows::problem_type;
-  using place = typename Rows::place;
+  using item_rows = typename Rows::item_rows;
   static constexpr int tile = Rows::tile, threads = Rows::listers, half_rows = Rows::block_rows / 2;
   static constexpr int chunk_slots = Rows::chunk_slots, tile_chunks = Rows::tile_chunks;
   static constexpr bool one_piece = false, gathers = true;
@@ -138,7 +137,7 @@ struct line_tiles {
       all_visible = 16;                                // the rule shows all rows all of it; where slots are positions
   static constexpr std::uint32_t no_chunk = 1u << 29;  // begins behind every slot, meets nothing
 
-  place at;
+  item_rows source;
   index_t first_row;
 
   __device__ line_tiles(const problem_type& p, const prefill_parts& parts, index_t item, const line_argument& said,
@@ -151,15 +150,15 @@ struct line_tiles {
     q_head_ = in_turn / blocks;
     if (lines_.order) q_head_ = lines_.order[q_head_];
     first_row = (blocks - 1 - in_turn % blocks) * Rows::block_rows;
-    at = {0, q_head_ / group, q_head_, 1, 0, p.q.tokens, item};
-    at.stored = (max)(p.view.length(0, at.head), 0);
+    source = {0, q_head_ / group, q_head_, 1, 0, p.q.tokens, item};
+    source.stored = (max)(p.view.length(0, source.head), 0);
     window_ = p.rule.sliding_window;
     dense_from_ = p.first_position[0] + p.q.tokens - (min)(lines_.dense_rows, p.q.tokens);
     slash_ = lines_.slash_of(q_head_), vertical_ = lines_.vertical_of(q_head_);
-    const index_t oldest = Rows::position_of(p, at, first_row);
-    const index_t newest = Rows::position_of(p, at, first_row + Rows::block_rows - 1);
+    const index_t oldest = Rows::position_of(p, source, first_row);
+    const index_t newest = Rows::position_of(p, source, first_row + Rows::block_rows - 1);
     reads_all_ = newest >= dense_from_;
-    const auto range = Rows::seen(p, at, oldest, newest);
+    const auto range = Rows::visible_range(p, source, oldest, newest);
     const auto share = [&](index_t begin, index_t end, index_t of) {
       return begin + index_t(offset_t((max)(end - begin, 0)) * of / parts.splits);
     };
@@ -173,14 +172,14 @@ struct line_tiles {
       };
       first_column = range.begin > 0 ? column_from(range.begin) : 0, end_column = column_from(range.end);
     }
-    if (own() == 0) {
+    if (lister() == 0) {
       list_.next_chunk = share(first_chunk, end_chunk, part),
       list_.last_chunk = share(first_chunk, end_chunk, part + 1);
       list_.next_column = share(first_column, end_column, part);
       list_.last_column = share(first_column, end_column, part + 1);
     }
     gathered_ = no_index;
-    if (said_.columns.box_rows > 0 && end_column > 0) gathered_ = gathered_at<tile>(lines_, q_head_, said_.room);
+    if (said_.columns.box_rows > 0 && end_column > 0) gathered_ = gathered_at<tile>(lines_, q_head_, said_.capacity);
   }
 
   __device__ bool has_more() const {
@@ -192,13 +191,13 @@ struct line_tiles {
     const index_t last_chunk = list_.last_chunk, next_column = list_.next_column;
     index_t next_chunk = list_.next_chunk, listed = 0;
     for (; next_chunk < last_chunk && listed + threads * together <= Entries; next_chunk += threads * together) {
-      const index_t chunk = next_chunk + own() * together;
+      const index_t chunk = next_chunk + lister() * together;
       const std::uint32_t flags = flags_from(p, chunk, last_chunk);
       const auto flags_at = [&](int i) { return flags >> i * 8 & 255; };
       index_t met = 0;
 #pragma unroll
       for (int i = 0; i < together; ++i) met += flags_at(i) != 0 ? 1 : 0;
-      index_t to = listed + list_.scan.before(met);
+      index_t to = listed + list_.scan.exclusive_sum(met);
 #pragma unroll
       for (int i = 0; i < together; ++i) {
         if (flags_at(i) != 0) list_.entries[to++] = std::uint32_t(chunk + i) * 32 | flags_at(i);
@@ -207,14 +206,14 @@ struct line_tiles {
       meeting::wait();  // before the scan is used again
     }
     const index_t tiles = ceil_div(listed, tile_chunks), columns_at = tiles * tile_chunks;
-    if (listed + own() < columns_at) list_.entries[listed + own()] = no_chunk;
+    if (listed + lister() < columns_at) list_.entries[listed + lister()] = no_chunk;
     const index_t columns = next_chunk < last_chunk ? 0 : (min)(list_.last_column - next_column, Entries - columns_at);
     const index_t* const slots = lines_.columns_of(q_head_) + next_column;
-    for (index_t i = own(); i < columns; i += threads) {
+    for (index_t i = lister(); i < columns; i += threads) {
       list_.entries[columns_at + i] = std::uint32_t(slots[i]);
     }
     meeting::wait();  // all know what was still to be listed
-    if (own() == 0) list_.next_chunk = next_chunk, list_.next_column = next_column + columns;
+    if (lister() == 0) list_.next_chunk = next_chunk, list_.next_column = next_column + columns;
     chunk_tiles_ = tiles, columns_ = columns, gathered_from_ = gathered_ + next_column;
     meeting::wait();  // the list is there
     return tiles + ceil_div(columns, tile);
@@ -222,7 +221,7 @@ struct line_tiles {
 
   __device__ void ask(const problem_type& p, index_t row, index_t rows) {
     half_ = (row - first_row) / half_rows;
-    oldest_ = Rows::position_of(p, at, row), newest_ = Rows::position_of(p, at, row + rows - 1);
+    oldest_ = Rows::position_of(p, source, row), newest_ = Rows::position_of(p, source, row + rows - 1);
   }
 
   __device__ index_t slot_of(index_t t, index_t row) const {
@@ -230,7 +229,7 @@ struct line_tiles {
       return index_t(list_.entries[t * tile_chunks + row / chunk_slots] / 32) * chunk_slots + row % chunk_slots;
     }
     const index_t i = (t - chunk_tiles_) * tile + row;
-    return i < columns_ ? index_t(list_.entries[chunk_tiles_ * tile_chunks + i]) : at.stored;
+    return i < columns_ ? index_t(list_.entries[chunk_tiles_ * tile_chunks + i]) : source.stored;
   }
 
   __device__ const row_maps& gathered() const { return said_.columns; }
@@ -240,7 +239,7 @@ struct line_tiles {
   }
 
   __device__ bool is_in_chunks(index_t t) const {
-    return t < chunk_tiles_ && slot_of(t, tile - 1) < at.stored;  // chunks ascend
+    return t < chunk_tiles_ && slot_of(t, tile - 1) < source.stored;  // chunks ascend
   }
 
   __device__ bool meets(const problem_type& p, index_t t) const {
@@ -262,11 +261,12 @@ struct line_tiles {
       return !(all & whole_for_half << half_);
     }
     const index_t last = slot_of(t, tile - 1);
-    return window_ > 0 || last >= at.stored || position_of(p, last) > oldest_;
+    return window_ > 0 || last >= source.stored || position_of(p, last) > oldest_;
   }
 
-  /// Of all chunks of a tile. Where slots are positions the loads are under way together.
-  __device__ void seen(const problem_type& p, index_t t, index_t query, std::uint32_t (&bits)[tile_chunks]) const {
+  /// The bits of all chunks of a tile. Where slots are positions, the loads overlap.
+  __device__ void visible_bits(const problem_type& p, index_t t, index_t query,
+                               std::uint32_t (&bits)[tile_chunks]) const {
     if (t >= chunk_tiles_ || p.view.positions) {
 #pragma unroll
       for (int c = 0; c < tile_chunks; ++c) bits[c] = seen_by(p, t, c, query);
@@ -289,19 +289,21 @@ struct line_tiles {
 #pragma unroll
     for (int c = 0; c < tile_chunks; ++c) {
       const index_t first = index_t(listed.entries[c] / 32) * chunk_slots, behind = query - first;
-      std::uint32_t visible = Rows::low_bits(at.stored - first) & Rows::low_bits(behind + 1);
+      std::uint32_t visible = Rows::low_bits(source.stored - first) & Rows::low_bits(behind + 1);
       if (window_ > 0) visible &= ~Rows::low_bits(behind + 1 - window_);
       bits[c] = visible & (query >= dense_from_ ? ~0u : bits[c]);
     }
   }
-  __device__ std::uint32_t seen(const problem_type& p, index_t t, index_t c, index_t row) const {
-    return seen_by(p, t, c, Rows::position_of(p, at, row));
+  __device__ std::uint32_t visible_bits(const problem_type& p, index_t t, index_t c, index_t row) const {
+    return seen_by(p, t, c, Rows::position_of(p, source, row));
   }
 
  private:
   __device__ std::uint32_t seen_by(const problem_type& p, index_t t, index_t c, index_t query) const {
     if (t < chunk_tiles_) return on_lines(p, query, index_t(list_.entries[t * tile_chunks + c] / 32));
-    const auto is_seen = [&](index_t slot) { return slot < at.stored && p.rule.visible(query, position_of(p, slot)); };
+    const auto is_seen = [&](index_t slot) {
+      return slot < source.stored && p.rule.visible(query, position_of(p, slot));
+    };
     if (window_ <= 0) {  // slots ascend: mostly all of them are seen
       if (is_seen(slot_of(t, (c + 1) * chunk_slots - 1))) return ~0u;
       index_t seen = 0;
@@ -320,8 +322,8 @@ struct line_tiles {
     return visible;
   }
 
-  /// Which of the threads that list.
-  __device__ static index_t own() { return index_t(threadIdx.x % threads); }
+  /// This thread's number among those that list.
+  __device__ static index_t lister() { return index_t(threadIdx.x % threads); }
   /// The entries of a tile of chunks.
   struct alignas(tile_chunks * 4) chunks {
     std::uint32_t entries[tile_chunks];
@@ -329,14 +331,14 @@ struct line_tiles {
         : chunks(*reinterpret_cast<const chunks*>(list.entries + first)) {}
   };
   __device__ index_t position_of(const problem_type& p, index_t slot) const {
-    return p.view.position(0, at.head, slot);
+    return p.view.position(0, source.head, slot);
   }
 
-  /// Which slots of a chunk a row sees along its lines. Where slots are positions no branch keeps loads from being
-  /// under way together.
+  /// The slots of a chunk that a row sees along its lines. Where slots are positions there is no branch, so the loads
+  /// overlap.
   __device__ std::uint32_t on_lines(const problem_type& p, index_t query, index_t chunk) const {
     const index_t first = chunk * chunk_slots;
-    const std::uint32_t visible = Rows::visible_slots(p, at, query, first);
+    const std::uint32_t visible = Rows::visible_slots(p, source, query, first);
     const auto bit_of = [&](index_t distance) { return lines_.positions() - 1 - distance; };
     std::uint32_t slash = 0;
     if (!p.view.positions) {
@@ -354,7 +356,7 @@ struct line_tiles {
     return visible & (query >= dense_from_ ? ~0u : lines);
   }
 
-  /// What the block's rows have to do with neighbouring chunks in front of `last`, eight bits each; 0: nothing.
+  /// Which of the block's rows meet neighbouring chunks before `last`, eight bits each; 0: none.
   __device__ std::uint32_t flags_from(const problem_type& p, index_t chunk, index_t last) const {
     std::uint32_t flags = 0;
     if (chunk >= last) return flags;
@@ -372,8 +374,9 @@ struct line_tiles {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const index_t row = first_row + half * half_rows;
-      if (row >= at.query_rows) continue;
-      const index_t oldest = Rows::position_of(p, at, row), newest = Rows::position_of(p, at, row + half_rows - 1);
+      if (row >= source.query_rows) continue;
+      const index_t oldest = Rows::position_of(p, source, row),
+                    newest = Rows::position_of(p, source, row + half_rows - 1);
       if (first > newest) hidden = ~0u;
       if (first > newest) continue;
       // Distances of the first chunk's slots begin here; of each chunk behind it 32 bits on.
@@ -384,7 +387,7 @@ struct line_tiles {
       for (int i = 0; i < span + together - 1; ++i) bits[i] = __ldg(slash_ + (min)(word + i, lines_.words));
 #pragma unroll
       for (int i = 0; i < together; ++i) {
-        const index_t first_key = first + i * chunk_slots, last_key = (min)(first_key + chunk_slots, at.stored) - 1;
+        const index_t first_key = first + i * chunk_slots, last_key = (min)(first_key + chunk_slots, source.stored) - 1;
         const bool all_seen = last_key == first_key + chunk_slots - 1 && last_key <= oldest &&
                               (window_ <= 0 || newest - first_key < window_);
         if (!all_seen) hidden |= 1u << i;
@@ -411,15 +414,16 @@ struct line_tiles {
   }
   /// The same of one chunk, whatever the slots' positions.
   __device__ std::uint32_t flags_of(const problem_type& p, index_t chunk) const {
-    const index_t first = chunk * chunk_slots, last = (min)(first + chunk_slots, at.stored) - 1;
+    const index_t first = chunk * chunk_slots, last = (min)(first + chunk_slots, source.stored) - 1;
     const index_t first_key = position_of(p, first), last_key = position_of(p, last);
     const std::uint32_t vertical = vertical_[chunk];
     std::uint32_t flags = 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const index_t row = first_row + half * half_rows;
-      if (row >= at.query_rows) continue;
-      const index_t oldest = Rows::position_of(p, at, row), newest = Rows::position_of(p, at, row + half_rows - 1);
+      if (row >= source.query_rows) continue;
+      const index_t oldest = Rows::position_of(p, source, row),
+                    newest = Rows::position_of(p, source, row + half_rows - 1);
       if (first_key > newest || (window_ > 0 && last_key <= oldest - window_)) continue;
       const bool all_seen =
           last == first + chunk_slots - 1 && last_key <= oldest && (window_ <= 0 || newest - first_key < window_);

@@ -1,4 +1,4 @@
-// The warps of the Hopper prefill kernel that fetch: in boxes of the copy engine where they can.
+// The warps of the Hopper prefill kernel that fetch, in boxes of the copy engine where possible.
 #pragma once
 
 #include "../../../device/barrier.cuh"
@@ -8,8 +8,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// The sizes and the shared memory of the Hopper prefill kernel: a ring of tiles, and what those who fetch tell those
-// who compute.
+// The sizes and the shared memory of the Hopper prefill kernel: a ring of tiles, and what the fetching warps tell the
+// computing ones.
 
 namespace detail {
 
@@ -30,7 +30,7 @@ struct prefill_hopper_shape : prefill_rows<View, Out, 8, 1, 128, 4> {
   static constexpr int k_bytes = D / 64 * half_bytes, v_bytes = Dv / 64 * half_bytes;
   static_assert(block_rows == tile && copiers == block_rows,
                 "tessera: queries are laid out as a tile of keys, and each thread that fetches looks at one row");
-  /// What the rows see of a tile: of each group, and bits by chunk of slots and row where something is hidden.
+  /// What the rows see of a tile: flags of each group, and bits by chunk of slots and row where something is hidden.
   struct alignas(16) sight {
     // by_rows: written by threads, not in boxes. queries, end: no tile, but the next item's queries, or none for now;
     // last: no more.
@@ -44,7 +44,7 @@ struct prefill_hopper_shape : prefill_rows<View, Out, 8, 1, 128, 4> {
   }
 };
 
-/// Where a tile lies in the ring, and the parity of its barriers.
+/// The stage of a tile in the ring, and the parity of its barriers.
 template <int Stages>
 struct ring_place {
   int stage = 0;
@@ -54,26 +54,26 @@ struct ring_place {
   }
 };
 
-/// Keys, values, sights and barriers of each stage, and notes. A tile's sight comes and goes with its keys. The queries
-/// of an item come as keys without values, in front of its tiles.
+/// Keys, values, sights and barriers of each stage, and notes. A tile's sight has the same lifetime as its keys. The
+/// queries of an item are fetched as keys without values, before its tiles.
 template <class Shape>
 struct prefill_ring {
   static constexpr int stages = Shape::stages, stage_bytes = Shape::k_bytes + Shape::v_bytes;
   using sight = typename Shape::sight;
-  /// Whose rows the tiles behind queries are for.
+  /// The rows that the tiles behind queries are for.
   struct work {
-    typename Shape::place at;
+    typename Shape::item_rows source;
     index_t first_row;
   };
-  /// Items that are fetched before it is known whether one is spoilt: that one, those whose queries lie in the ring,
+  /// Items that are fetched before it is known whether one is spoilt: that item, those whose queries lie in the ring,
   /// and one more.
   static constexpr int works = 8;
   static_assert(stages + 2 <= works && works <= 32);
   struct notes {
-    work of[works];   ///< by number of the item
-    unsigned spoilt;  ///< which of them met a value that a row must not see
-    index_t next[2];  ///< the items behind, by turns
-    bool waits[2];    ///< whether spoilt ones go first
+    work items[works];  ///< by number of the item
+    unsigned spoilt;    ///< which of them met a value that a row must not see
+    index_t next[2];    ///< the items behind, by turns
+    bool waits[2];      ///< whether spoilt ones go first
   };
   static constexpr int barriers_at = stages * (stage_bytes + int(sizeof(sight))),
                        notes_at = barriers_at + stages * 4 * 8;
@@ -94,7 +94,7 @@ struct prefill_ring {
   __device__ std::uint32_t keys_freed(int stage) const { return keys_filled(stage) + stages * 8; }
   __device__ std::uint32_t values_filled(int stage) const { return keys_filled(stage) + stages * 16; }
   __device__ std::uint32_t values_freed(int stage) const { return keys_filled(stage) + stages * 24; }
-  /// By one thread, in front of a barrier of the block.
+  /// By one thread, before a barrier of the block.
   __device__ void begin() const {
     for (int i = 0; i < stages; ++i) {
       init_barrier(keys_filled(i), 2 * Shape::copiers), init_barrier(keys_freed(i), Shape::computers);
@@ -105,7 +105,7 @@ struct prefill_ring {
   }
 };
 
-/// Fetches queries, keys and values, and says what rows see of them.
+/// Fetches queries, keys and values, and writes what rows see of them.
 template <class View, class Out>
 struct prefill_fetch : prefill_hopper_shape<View, Out> {
   using shape = prefill_hopper_shape<View, Out>;
@@ -117,8 +117,8 @@ struct prefill_fetch : prefill_hopper_shape<View, Out> {
   using ring = prefill_ring<shape>;
   using ring_place = detail::ring_place<stages>;
 
-  /// Fetches the block's items, one after another. Where one is spoilt it waits for those that are under way, and
-  /// fetches the spoilt ones again before it goes on.
+  /// Fetches the block's items, one after another. Where one is spoilt, it waits for the items in flight and fetches
+  /// the spoilt ones once more before it continues.
   template <class Tiles>
   __device__ static void fetch_items(const problem_type& p, const prefill_parts& parts, const row_maps& maps,
                                      const typename Tiles::argument& argument, const ring& stored,
@@ -143,7 +143,7 @@ struct prefill_fetch : prefill_hopper_shape<View, Out> {
       index_t next = item + index_t(gridDim.x);
       if (fresh && parts.taken && leads) next = index_t(gridDim.x) + atomicAdd(parts.taken, 1);
       {
-        Tiles tiles(p, parts, fresh ? item : notes.of[__ffs(int(again)) - 1].at.item, argument, list);
+        Tiles tiles(p, parts, fresh ? item : notes.items[__ffs(int(again)) - 1].source.item, argument, list);
         for (bool begun = false; !begun || (!Tiles::one_piece && tiles.has_more()); begun = true) {
           const index_t count = tiles.gather(p);
           if (!begun) tell(p, &tiles, stored, sight::queries, fresh ? number % ring::works : no_index, at);
@@ -167,23 +167,24 @@ struct prefill_fetch : prefill_hopper_shape<View, Out> {
   }
 
  private:
-  /// Fetches the queries of an item, which is noted at `place`; no_index: it is. Or says that there is none.
+  /// Fetches the queries of an item and notes it at `number`; no_index: it is noted already. Without `tiles`, tells
+  /// that there is no item.
   template <class Tiles>
   __device__ static void tell(const problem_type& p, const Tiles* tiles, const ring& stored, std::uint32_t what,
-                              index_t place, ring_place& at) {
+                              index_t number, ring_place& at) {
     const int own = int(threadIdx.x) - computers, warp = own / 32, stage = at.stage;
     wait_phase(stored.keys_freed(stage), at.parity ^ 1);
     if (tiles) {
       const int first = warp * base::warp_share;
       base::template copy_queries<base::warp_share>(
-          p, tiles->at, tiles->first_row + first, int(threadIdx.x) % 32,
+          p, tiles->source, tiles->first_row + first, int(threadIdx.x) % 32,
           [&](int r, int chunk) { return stored.keys(stage) + swizzled(first + r, chunk); });
     }
     arrive_after_copies(stored.keys_filled(stage));
     if (own == 0) {
       sight& seen = stored.sight_of(stage);
       seen.of_group[0] = seen.of_group[1] = what;
-      if (tiles && place != no_index) stored.noted().of[place] = {tiles->at, tiles->first_row};
+      if (tiles && number != no_index) stored.noted().items[number] = {tiles->source, tiles->first_row};
     }
     arrive(stored.keys_filled(stage));
     wait_phase(stored.values_freed(stage), at.parity ^ 1);
@@ -196,21 +197,21 @@ struct prefill_fetch : prefill_hopper_shape<View, Out> {
     index_t head;
     offset_t outer;
   };
-  /// Fetches the tiles of a piece, and says what each row sees of them: a thread looks at one row.
-  /// Whatever it does for a tile is done within the time of the tile's products, or these wait: a quarter of theirs was
-  /// waiting. Lost (ms, attention along 10 % of 128K, d 128, bf16, H200, CUDA 13.0; this takes 42.9): one warp asks for
-  /// all boxes 59.1; what is known of a tile looked up once there is room for it, and more than once, 47.6.
+  /// Fetches the tiles of a piece, and writes what each row sees of them: a thread looks at one row.
+  /// Its work for a tile must end within the time of the tile's products, or the products wait: a quarter of their time
+  /// was waiting. Lost (ms, attention along 10 % of 128K, d 128, bf16, H200, CUDA 13.0; this takes 42.9): one warp asks
+  /// for all boxes 59.1; what is known of a tile looked up once there is room for it, and more than once, 47.6.
   template <class Tiles>
   __device__ static void fetch(const problem_type& p, const row_maps& maps, Tiles& tiles, const ring& stored,
                                index_t count, ring_place& at) {
     const int own = int(threadIdx.x) - computers, warp = own / 32;
     const index_t own_group = tiles.first_row + own / group_rows * group_rows;
-    const index_t query = base::position_of(p, tiles.at, tiles.first_row + own);
+    const index_t query = base::position_of(p, tiles.source, tiles.first_row + own);
     const int stored_boxes = maps.box_rows > 0 ? tile / maps.box_rows : 0;
     tiles.ask(p, own_group, group_rows);
     const auto box_of = [&](index_t t, int row) {
-      const slot_address from = p.view.table.locate(tiles.at.sequence, tiles.at.head, tiles.slot_of(t, row));
-      return box_place{from.row, tiles.at.head * maps.head_step, from.outer * maps.outer_step};
+      const slot_address from = p.view.table.locate(tiles.source.sequence, tiles.source.head, tiles.slot_of(t, row));
+      return box_place{from.row, tiles.source.head * maps.head_step, from.outer * maps.outer_step};
     };
     const auto arrive_filled = [](std::uint32_t barrier) {
       if constexpr (View::is_raw)
@@ -223,18 +224,18 @@ struct prefill_fetch : prefill_hopper_shape<View, Out> {
       const int stage = at.stage;
       int lane = threadIdx.x % 32;
       asm volatile("" : "+r"(lane));  // keeps the addresses of a tile's rows from being held in registers
-      // All that can be known of the tile before there is room for it.
+      // Everything that is known of the tile before its stage is free.
       index_t gathered = no_index;
       if constexpr (Tiles::gathers) gathered = tiles.gathered_row(t);
       const bool in_boxes = gathered != no_index || (stored_boxes > 0 && tiles.is_in_chunks(t));
       const int boxes = gathered != no_index ? 1 : stored_boxes;
       box_place first_box{gathered, 0, 0};
       if (in_boxes && gathered == no_index && warp < boxes) first_box = box_of(t, warp * maps.box_rows);
-      const bool met = own_group < tiles.at.query_rows && tiles.meets(p, t), masked = met && tiles.is_masked(p, t);
+      const bool met = own_group < tiles.source.query_rows && tiles.meets(p, t), masked = met && tiles.is_masked(p, t);
       std::uint32_t bits[base::tile_chunks] = {};
-      if (masked) tiles.seen(p, t, query, bits);
+      if (masked) tiles.visible_bits(p, t, query, bits);
 
-      // A tile's keys or values, by the first lane of each warp: lanes ask for boxes one after another.
+      // Copies a tile's keys or values, by the first lane of each warp: lanes would request boxes one after another.
       const auto copy_boxes = [&](const CUtensorMap row_maps::*tensor, std::uint32_t to, int dim,
                                   std::uint32_t barrier) {
         const CUtensorMap* map = &(maps.*tensor);
@@ -266,7 +267,7 @@ struct prefill_fetch : prefill_hopper_shape<View, Out> {
         copy_boxes(&row_maps::k, stored.keys(stage), D, stored.keys_filled(stage));
       } else {
         slot = tiles.slot_of(t, warp * base::warp_share + lane);
-        base::copy_keys(p, tiles.at, slot, warp, lane,
+        base::copy_keys(p, tiles.source, slot, warp, lane,
                         [&](int token, int chunk) { return stored.keys(stage) + swizzled(token, chunk); });
         arrive_filled(stored.keys_filled(stage));
       }
@@ -284,7 +285,7 @@ struct prefill_fetch : prefill_hopper_shape<View, Out> {
       if (in_boxes) {
         copy_boxes(&row_maps::v, stored.values(stage), Dv, stored.values_filled(stage));
       } else {
-        base::copy_values(p, tiles.at, slot, warp, lane,
+        base::copy_values(p, tiles.source, slot, warp, lane,
                           [&](int token, int chunk) { return stored.values(stage) + swizzled(token, chunk); });
         arrive_filled(stored.values_filled(stage));
       }

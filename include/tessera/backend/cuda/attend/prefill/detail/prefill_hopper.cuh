@@ -133,7 +133,7 @@ struct prefill_hopper_kernel : prefill_fetch<View, Out> {
   using base = typename shape::base;
   using base::block_rows, base::D, base::Dv, base::tile, base::warp_rows;
   using shape::computers, shape::half_bytes, shape::swizzled, shape::threads;
-  using typename base::logits, typename base::place, typename base::problem_type, typename base::running;
+  using typename base::logits, typename base::item_rows, typename base::problem_type, typename base::running;
   using typename base::T, typename base::weights;
   using typename fetching::ring, typename fetching::ring_place;
   using typename shape::meeting, typename shape::sight;
@@ -242,8 +242,8 @@ struct prefill_hopper_kernel : prefill_fetch<View, Out> {
           for (int i = 0; i < Dv / 2; ++i) spoilt = spoilt || state.out[0][i / 4][i % 4] != state.out[0][i / 4][i % 4];
           if (__any_sync(~0u, spoilt) && lane == 0) atomicOr(&notes.spoilt, 1u << place);
         }
-        const typename ring::work& work = notes.of[place];
-        base::finish(p, parts, work.at, work.first_row + warp * warp_rows, lane, state);
+        const typename ring::work& work = notes.items[place];
+        base::finish(p, parts, work.source, work.first_row + warp * warp_rows, lane, state);
       }
       leave(stored.keys_freed(at.stage));
       wait_phase(stored.values_filled(at.stage), at.parity);

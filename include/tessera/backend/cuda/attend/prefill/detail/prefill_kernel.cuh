@@ -22,7 +22,7 @@ template <class View, class Out>
 struct prefill_kernel : prefill_rows_of<View, Out> {
   using base = prefill_rows_of<View, Out>;
   using base::block_rows, base::D, base::Dv, base::row_tiles, base::tile, base::warp_rows, base::warps;
-  using typename base::logits, typename base::place, typename base::problem_type, typename base::running;
+  using typename base::logits, typename base::item_rows, typename base::problem_type, typename base::running;
   using typename base::T, typename base::weights;
   static constexpr int resident = warps == 4 ? 2 : 1;  // blocks of a multiprocessor
   using listing = whole_block;
@@ -35,9 +35,9 @@ struct prefill_kernel : prefill_rows_of<View, Out> {
   __device__ static void stage(const problem_type& p, const Tiles& tiles, index_t t, std::uint32_t to, int warp,
                                int lane) {
     const index_t slot = tiles.slot_of(t, warp * base::warp_share + lane % base::warp_share);
-    base::copy_keys(p, tiles.at, slot, warp, lane,
+    base::copy_keys(p, tiles.source, slot, warp, lane,
                     [&](int token, int chunk) { return to + std::uint32_t(token * k_row + chunk * 16); });
-    base::copy_values(p, tiles.at, slot, warp, lane, [&](int token, int chunk) {
+    base::copy_values(p, tiles.source, slot, warp, lane, [&](int token, int chunk) {
       return to + std::uint32_t(tile * k_row + token * v_row + chunk * 16);
     });
   }
@@ -92,7 +92,7 @@ struct prefill_kernel : prefill_rows_of<View, Out> {
     extern __shared__ __align__(128) unsigned char memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Tiles tiles(p, parts, index_t(blockIdx.x), argument, memory + shared_bytes);
-    const place at = tiles.at;
+    const item_rows at = tiles.source;
     const index_t warp_row = tiles.first_row + warp * warp_rows;
     const std::uint32_t shared = shared_address(memory), queries = shared + std::uint32_t(warp * warp_rows * k_row);
     const auto ring = [&](index_t t) { return shared + std::uint32_t(q_bytes + t % 2 * stage_bytes); };
@@ -121,7 +121,7 @@ struct prefill_kernel : prefill_rows_of<View, Out> {
         scale.apply(s);
         const bool masked = tiles.is_masked(p, t);
         if (masked) {
-          base::mask(s, lane, [&](int r, int c) { return tiles.seen(p, t, c, warp_row + r * 8 + lane / 4); });
+          base::mask(s, lane, [&](int r, int c) { return tiles.visible_bits(p, t, c, warp_row + r * 8 + lane / 4); });
         }
         weights w;
         base::shrink(base::normalise(scale.factor, s, state), state);

@@ -33,7 +33,7 @@ struct prefill_rows {
   static constexpr int threads = warps * 32, warp_rows = row_tiles * 16, block_rows = warps * warp_rows;
 
   /// Rows of query heads that read one (sequence, kv_head): row r is token r / group of query head q_head + r % group.
-  struct place {
+  struct item_rows {
     index_t sequence, head, q_head, group, stored, query_rows, item;
   };
 
@@ -43,18 +43,20 @@ struct prefill_rows {
     __device__ bool covers(index_t first, index_t last) const { return first >= begin && last <= end; }
   };
 
-  __device__ static index_t position_of(const problem_type& p, const place& at, index_t row) {
+  __device__ static index_t position_of(const problem_type& p, const item_rows& at, index_t row) {
     return p.first_position[at.sequence] + (min)(row, at.query_rows - 1) / at.group;
   }
 
   /// First slot whose key is newer than `position`: positions ascend.
-  __device__ static index_t first_newer(const problem_type& p, const place& at, index_t position) {
+  __device__ static index_t first_newer(const problem_type& p, const item_rows& at, index_t position) {
     if (!p.view.positions) return position < 0 ? 0 : (min)(position, at.stored - 1) + 1;
     return first_where_in_warp(at.stored, int(threadIdx.x % 32),
                                [&](index_t slot) { return p.view.position(at.sequence, at.head, slot) > position; });
   }
-  /// Slots that some (`oldest` the oldest, `newest` the newest query) or, with the two exchanged, all queries see.
-  __device__ static slot_range seen(const problem_type& p, const place& at, index_t oldest, index_t newest) {
+  /// The slots that some queries see, where `oldest` is the oldest and `newest` the newest query; with the two
+  /// exchanged, the slots that all queries see.
+  __device__ static slot_range visible_range(const problem_type& p, const item_rows& at, index_t oldest,
+                                             index_t newest) {
     return {p.rule.sliding_window > 0 ? first_newer(p, at, oldest - p.rule.sliding_window) : 0,
             first_newer(p, at, newest)};
   }
@@ -64,8 +66,9 @@ struct prefill_rows {
   __device__ __forceinline__ static std::uint32_t low_bits(index_t count) {
     return count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1;
   }
-  /// Which of the 32 slots from `first` on the rule shows to a query.
-  __device__ static std::uint32_t visible_slots(const problem_type& p, const place& at, index_t query, index_t first) {
+  /// Bits of those of the 32 slots from `first` on that the rule shows to a query.
+  __device__ static std::uint32_t visible_slots(const problem_type& p, const item_rows& at, index_t query,
+                                                index_t first) {
     const std::uint32_t stored = low_bits(at.stored - first);
     if (!p.view.positions) {
       const index_t behind = query - first, window = p.rule.sliding_window;
@@ -124,7 +127,7 @@ struct prefill_rows {
   /// row `warp_share * warp + lane % warp_share`. Rows are numbered within the tile.
   static constexpr int warp_share = tile / Copiers;
   template <class To>
-  __device__ static void copy_keys(const problem_type& p, const place& at, index_t mine, int warp, int lane,
+  __device__ static void copy_keys(const problem_type& p, const item_rows& at, index_t mine, int warp, int lane,
                                    const To& to) {
     const bool valid = mine < at.stored;
     const index_t slot = valid ? mine : 0;
@@ -137,7 +140,7 @@ struct prefill_rows {
     }
   }
   template <class To>
-  __device__ static void copy_values(const problem_type& p, const place& at, index_t mine, int warp, int lane,
+  __device__ static void copy_values(const problem_type& p, const item_rows& at, index_t mine, int warp, int lane,
                                      const To& to) {
     const bool valid = mine < at.stored;
     const index_t slot = valid ? mine : 0;
@@ -151,7 +154,7 @@ struct prefill_rows {
   }
   /// A warp copies `Rows` query rows, which begin at `first_row`.
   template <int Rows, class To>
-  __device__ static void copy_queries(const problem_type& p, const place& at, index_t first_row, int lane,
+  __device__ static void copy_queries(const problem_type& p, const item_rows& at, index_t first_row, int lane,
                                       const To& to) {
     const index_t mine = first_row + lane % Rows;
     const bool valid = mine < at.query_rows;
@@ -310,8 +313,8 @@ struct prefill_rows {
   }
 
   /// Writes a warp's rows, or its part of them.
-  __device__ static void finish(const problem_type& p, const prefill_parts& parts, const place& at, index_t first_row,
-                                int lane, const running& state) {
+  __device__ static void finish(const problem_type& p, const prefill_parts& parts, const item_rows& at,
+                                index_t first_row, int lane, const running& state) {
 #pragma unroll
     for (int r = 0; r < row_tiles * 2; ++r) {
       const float sum = lanes_sum<4>(state.sum[r]);

@@ -8,18 +8,18 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Counts of the lines that are taken together. There are two: one is filled while the other, of the batch before, is
-/// read for the last time.
+/// Counts of the lines that are chosen together. There are two: one is filled while that of the previous batch is read
+/// for the last time.
 struct line_batch {
   unsigned long long units;
-  unsigned most, listed[3], taken;
+  unsigned largest, listed[3], taken;
 };
 /// What the blocks of a head share, in device memory; all of it is written before it is read.
 struct line_counters {
   unsigned long long all, covered, bins[256];
   line_batch batches[2];
 };
-/// The lists of a head: lines that are looked at, now and next, and those of the batch that are taken.
+/// The lists of a head: lines to judge now, lines to judge next, and chosen lines of the batch.
 struct line_lists {
   index_t *now, *next, *taken;
 };
@@ -32,11 +32,12 @@ __device__ __forceinline__ unsigned long long in_units(float weight) {
 
 /// Chooses lines of one query head, by one block or by a cluster of them.
 ///
-/// The greedy takes, one after another, the line that covers most of what is uncovered for its length. Whether a line
-/// comes before another matters only where they cross: a line that comes before every line that crosses it in something
-/// uncovered is one that the greedy takes as it stands. So all of those are taken at once, again and again, among the
-/// lines above a threshold that falls by half; those of the last batch are put in order and cut. This is the greedy's
-/// own set, up to rounding. A line has a number: a slash its distance, a vertical `stride` plus its slot.
+/// The greedy method chooses one line after another: the one that covers the largest uncovered weight for its length.
+/// The order of two lines matters only where they cross. So a line that comes before every line that crosses it in
+/// something uncovered is one that the greedy method chooses, with the weight that it has now. All such lines are
+/// chosen at once, batch after batch, among the lines above a threshold that falls by half. The lines of the last batch
+/// are sorted and cut. The result is the greedy method's set, up to rounding. A line has a number: a slash its
+/// distance, a vertical `stride` plus its slot.
 template <int Blocks, int Threads>
 struct line_chooser {
   using team = block_team<Blocks>;
@@ -44,7 +45,7 @@ struct line_chooser {
 
   line_sample::head_lines lines;
   line_counters& shared;
-  line_lists lists;
+  line_lists queues;
 
   __device__ index_t rank() const { return team::rank() * Threads + index_t(threadIdx.x); }
   __device__ bool leads() const { return rank() == 0; }
@@ -75,8 +76,8 @@ struct line_chooser {
     float weight;
     index_t crossing;
   };
-  /// What is uncovered at sampled row r of a line that is not chosen, and which other line lies there. Nothing
-  /// branches, so that the loads for many rows are under way together: a choice waits for little else.
+  /// The uncovered weight at sampled row r of a line that is not chosen, and the line that crosses it there. There is
+  /// no branch, so the loads for many rows overlap: a choice waits for little else.
   __device__ entry entry_of(index_t line, index_t r) const {
     const bool slash = is_slash(line);
     const index_t own = slash ? line : line - index_t(lines.stride), row = lines.rows[r];
@@ -87,14 +88,14 @@ struct line_chooser {
     const bool covered = has(crossing);
     return {there & !covered & (weight > 0) ? weight : 0.0f, crossing};
   }
-  /// Of every `step`th sampled row from `r` on.
+  /// The uncovered weight of every `step`th sampled row from `r` on.
   __device__ float uncovered(index_t line, index_t r = 0, index_t step = 1) const {
     float sum = 0;
 #pragma unroll 6
     for (; r < lines.row_count; r += step) sum += entry_of(line, r).weight;
     return sum;
   }
-  /// Does a line that is worth `worth` an entry come before all that cross it there in something uncovered?
+  /// Whether a line of `worth` an entry comes before all lines that cross it in something uncovered.
   __device__ bool comes_first(index_t line, float worth, index_t r, index_t step) const {
     bool first = true;
 #pragma unroll 6
@@ -105,7 +106,7 @@ struct line_chooser {
     }
     return first;
   }
-  /// The lanes that have something write it side by side behind what is there.
+  /// Appends the lines of the lanes with `has_one`, side by side.
   __device__ static void append(index_t* list, unsigned& count, index_t line, bool has_one) {
     const unsigned with = __ballot_sync(~0u, has_one), lane = threadIdx.x % 32;
     unsigned first = 0;
@@ -113,7 +114,7 @@ struct line_chooser {
     first = __shfl_sync(~0u, first, 0);
     if (has_one) list[first + unsigned(__popc(with & ((1u << lane) - 1)))] = line;
   }
-  /// A warp's largest joins what the team has seen; not negative, so that their bits are in order.
+  /// Joins a warp's largest value to the team's. Values are not negative, so their bits are in order.
   __device__ static void join_most(unsigned& most, float value) {
     const unsigned bits = __reduce_max_sync(~0u, __float_as_uint(fmaxf(value, 0.0f)));
     if (threadIdx.x % 32 == 0 && bits != 0) atomicMax(&most, bits);
@@ -124,15 +125,15 @@ struct line_chooser {
     if (threadIdx.x % 32 == 0 && units != 0) atomicAdd(&sum, units);
   }
 
-  /// Takes lines, beside those that are chosen already, until they carry `share` of the sample's weight. Once in a
-  /// launch.
+  /// Chooses lines, besides those that are chosen already, until they carry `share` of the sample's weight. Called once
+  /// in a launch.
   __device__ void cover(float share) const {
     begin();
     const auto wanted = (unsigned long long)(double(load(shared.all)) * double(fminf(share, 1.0f)));
     unsigned long long covered = load(shared.covered);
     for (int i = 0;; i ^= 1) {
       line_batch &batch = shared.batches[i], &last = shared.batches[i ^ 1];
-      const float most = __uint_as_float(load(last.most));
+      const float most = __uint_as_float(load(last.largest));
       if (covered >= wanted || most <= 0) return;
       take_batch(most * 0.5f, batch, last);
       const unsigned long long more = load(batch.units);
@@ -190,18 +191,18 @@ struct line_chooser {
     });
     add_units(shared.all, total);
     add_units(shared.covered, covered);
-    join_most(shared.batches[1].most, most);
+    join_most(shared.batches[1].largest, most);
     team::sync();
   }
 
-  /// Takes all that the greedy takes of at least `threshold` an entry; `batch.most` is then the most of what is left.
-  /// Clears `last`, which nobody reads behind the first barrier.
+  /// Takes all that the greedy takes of at least `threshold` an entry; `batch.largest` is then the most of what is
+  /// left. Clears `last`, which nobody reads behind the first barrier.
   __device__ void take_batch(float threshold, line_batch& batch, line_batch& last) const {
     list_all(threshold, batch);
     team::sync();
     if (leads()) last = {};
-    index_t* list = lists.now;
-    index_t* rest = lists.next;
+    index_t* list = queues.now;
+    index_t* rest = queues.next;
     index_t before = 0;
     for (int turn = 0;; turn = (turn + 1) % 3) {
       const index_t count = index_t(load(batch.listed[turn]));
@@ -212,8 +213,8 @@ struct line_chooser {
       const index_t taken = index_t(load(batch.taken));
       unsigned long long units = 0;
       for (index_t i = before + rank(); i < taken; i += stride_of_threads) {
-        set(lists.taken[i], true);
-        units += in_units(gain(lists.taken[i]));
+        set(queues.taken[i], true);
+        units += in_units(gain(queues.taken[i]));
       }
       add_units(batch.units, units);
       before = taken;
@@ -245,14 +246,14 @@ struct line_chooser {
         const float value = worth[i / 2][i % 2];
         const bool listed = value > 0 && value >= threshold;
         if (!listed) most = fmaxf(most, value);
-        append(lists.now, batch.listed[0], i % 2 == 0 ? own : index_t(lines.stride) + own, listed);
+        append(queues.now, batch.listed[0], i % 2 == 0 ? own : index_t(lines.stride) + own, listed);
       }
     }
-    join_most(batch.most, most);
+    join_most(batch.largest, most);
   }
 
-  /// Looks at what is listed anew: what comes before all that cross it is taken, what has fallen below the threshold
-  /// waits for another batch, the rest is listed again.
+  /// Looks at the listed lines once more: a line that comes before all lines that cross it is chosen, one below the
+  /// threshold waits for another batch, the rest is listed again.
   __device__ void sort_out(const index_t* list, index_t count, float threshold, index_t* rest, line_batch& batch,
                            unsigned& rest_count) const {
     // Lists are short and rows far apart in memory: neighbouring threads share a line.
@@ -275,10 +276,10 @@ struct line_chooser {
       if (own && !again) most = fmaxf(most, worth);
       const unsigned later = __ballot_sync(~0u, again && !comes_first(line, worth, part, sharing));
       const bool first = again && (later >> (threadIdx.x % 32 / sharing * sharing) & ((1u << sharing) - 1)) == 0;
-      append(lists.taken, batch.taken, line, first && part == 0);
+      append(queues.taken, batch.taken, line, first && part == 0);
       append(rest, rest_count, line, again && !first && part == 0);
     }
-    join_most(batch.most, most);
+    join_most(batch.largest, most);
   }
 
   /// Of the batch's lines only the greedy's first stay, until they add `wanted`.
@@ -287,11 +288,11 @@ struct line_chooser {
       cut_few(wanted, taken);
       return;
     }
-    const auto key = [&](index_t i) { return key_of(per_entry(lists.taken[i]), lists.taken[i]); };
+    const auto key = [&](index_t i) { return key_of(per_entry(queues.taken[i]), queues.taken[i]); };
     const unsigned long long least = select(
-        taken, wanted, [&](index_t i) { return in_units(gain(lists.taken[i])); }, key);
+        taken, wanted, [&](index_t i) { return in_units(gain(queues.taken[i])); }, key);
     for (index_t i = rank(); i < taken; i += stride_of_threads) {
-      if (key(i) < least) set(lists.taken[i], false);
+      if (key(i) < least) set(queues.taken[i], false);
     }
     team::sync();
   }
@@ -301,7 +302,7 @@ struct line_chooser {
   __device__ void cut_few(unsigned long long wanted, index_t taken) const {
     __shared__ unsigned long long keys[Threads], weights[Threads];
     const index_t own = index_t(threadIdx.x);
-    const index_t line = own < taken ? lists.taken[own] : 0;
+    const index_t line = own < taken ? queues.taken[own] : 0;
     if (own < taken) keys[own] = key_of(per_entry(line), line), weights[own] = in_units(gain(line));
     __syncthreads();
     if (own < taken && own % Blocks == team::rank()) {

@@ -38,7 +38,7 @@ struct line_sample {
   /// The lines of one query head.
   struct head_lines {
     index_t first, next, slots, row_count;
-    const index_t *rows, *positions, *before;
+    const index_t *rows, *positions, *stored_before;
     const float* logits;
     const float2* states;
     float *verticals, *slashes;
@@ -53,7 +53,7 @@ struct line_sample {
     }
     __device__ index_t position(index_t slot) const { return positions ? positions[slot] : slot; }
     __device__ index_t slots_below(index_t position) const {
-      return before ? before[position] : (min)(position, slots);
+      return stored_before ? stored_before[position] : (min)(position, slots);
     }
     /// The slot of a position; no_index: it is not stored.
     __device__ index_t slot_at(index_t at) const {

@@ -48,18 +48,19 @@ __global__ void __launch_bounds__(Threads)
   (is_slash ? own.largest_of_slash : own.largest_of_vertical)[line] = largest;
 }
 
-/// Sorts lines by falling weight, of equals the lower line first, by one block: four stable passes over digits of 8
-/// bits. Each warp has a stretch of the lines, and moves its 32 at a time.
+/// Sorts lines by falling weight, by one block; of equal weights the lower line comes first. It makes four stable
+/// passes over digits of 8 bits. Each warp has a stretch of the lines and moves 32 of them at a time.
 /// CUB's segmented sort took 10.4 s more to compile, in each file with a cache (2 cores, CUDA 13.0).
 template <int Threads>
 struct line_sort {
-  static constexpr int warps = Threads / 32, digits = 256, each = digits * warps / Threads;
-  static_assert(digits * warps % Threads == 0 && warps % each == 0, "tessera: threads share the counters evenly");
-  // How many lines of a digit a warp has, then where the next of them goes; one more, so that lanes meet other banks.
-  index_t places[digits][warps + 1];
+  static constexpr int warps = Threads / 32, digits = 256, counters_per_thread = digits * warps / Threads;
+  static_assert(digits * warps % Threads == 0 && warps % counters_per_thread == 0,
+                "tessera: threads share the counters evenly");
+  // How many lines of a digit a warp has, then where the next of them goes. One column more spreads lanes over banks.
+  index_t positions[digits][warps + 1];
   block_scan<Threads, index_t> scan;
 
-  /// Of lines 0 to `count` - 1 by `weights`, which are not negative; the second half of `lists` is in order then.
+  /// Sorts lines 0 to `count` - 1 by `weights`, which are not negative, into the second half of `lists`.
   __device__ void run(const float* weights, index_t count, index_t* lists, offset_t stride) {
     const index_t* from = nullptr;  // as they are numbered
     for (int pass = 0; pass < 4; ++pass) {
@@ -74,10 +75,10 @@ struct line_sort {
     const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
     const index_t stretch = ceil_div(ceil_div(count, warps), 32) * 32;
     const index_t begin = (min)(count, warp * stretch), end = (min)(count, begin + stretch);
-    for (int i = int(threadIdx.x); i < digits * (warps + 1); i += Threads) (&places[0][0])[i] = 0;
+    for (int i = int(threadIdx.x); i < digits * (warps + 1); i += Threads) (&positions[0][0])[i] = 0;
     __syncthreads();
-    // Calls `see(line, digit, before)` for this lane's next line, where there is one: so many lanes before it have its
-    // digit; then those of the digit are added to its place.
+    // Calls `see(line, digit, before)` for this lane's next line, where there is one; `before` lanes before it have its
+    // digit. Then the digit's position moves on by all lanes that have it.
     const auto for_each = [&](const auto& see) {
       for (index_t first = begin; first < end; first += 32) {
         const bool there = first + lane < end;
@@ -87,29 +88,30 @@ struct line_sort {
         const unsigned same = __match_any_sync(~0u, digit);
         const int before = __popc(same & ((1u << lane) - 1));
         if (there) see(line, digit, before);
-        __syncwarp();  // all have read the place that one of them moves on
-        if (there && before == 0) places[digit][warp] += __popc(same);
+        __syncwarp();  // all have read the position before one of them moves it
+        if (there && before == 0) positions[digit][warp] += __popc(same);
         __syncwarp();
       }
     };
     for_each([](index_t, int, int) {});
     __syncthreads();
-    index_t* const own = &places[int(threadIdx.x) * each / warps][int(threadIdx.x) * each % warps];
+    index_t* const own =
+        &positions[int(threadIdx.x) * counters_per_thread / warps][int(threadIdx.x) * counters_per_thread % warps];
     index_t mine = 0;
-    for (int i = 0; i < each; ++i) mine += own[i];
-    index_t place = scan.before(mine);
-    for (int i = 0; i < each; ++i) {
+    for (int i = 0; i < counters_per_thread; ++i) mine += own[i];
+    index_t position = scan.exclusive_sum(mine);
+    for (int i = 0; i < counters_per_thread; ++i) {
       const index_t some = own[i];
-      own[i] = place;
-      place += some;
+      own[i] = position;
+      position += some;
     }
     __syncthreads();
-    for_each([&](index_t line, int digit, int before) { to[places[digit][warp] + before] = line; });
-    __syncthreads();  // the next pass reads what others wrote, and clears the places
+    for_each([&](index_t line, int digit, int before) { to[positions[digit][warp] + before] = line; });
+    __syncthreads();  // the next pass reads what others wrote, and clears the positions
   }
 };
 
-/// Puts the slashes (blockIdx.x 0) or the columns of a query head in order.
+/// Sorts the slashes (blockIdx.x 0) or the columns of a query head.
 template <int Threads>
 __global__ void __launch_bounds__(Threads) sort_lines_entry(const __grid_constant__ line_sample seen, index_t* lists) {
   __shared__ line_sort<Threads> sort;
@@ -121,8 +123,8 @@ __global__ void __launch_bounds__(Threads) sort_lines_entry(const __grid_constan
     sort.run(lines.verticals, lines.slots, own.verticals, own.stride);
 }
 
-/// Walks a query head's lists: all threads bring the next lines of both to shared memory, one of them chooses in
-/// double. What is chosen are the first lines of each list.
+/// Walks a query head's lists. All threads copy the next lines of both to shared memory, and one of them chooses, in
+/// double. The chosen lines are the first ones of each list.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     walk_lines_entry(const __grid_constant__ line_sample seen, float share, index_t* lists) {

@@ -25,7 +25,7 @@ class exact_reader : public slot_reader, public reader_without_index<Recipe, Vie
   /// What another budget needs; `adopt` puts it in place.
   operation fit(const Recipe& recipe, const model_shape& shape, const cache_options& options,
                 const device_info& device) const {
-    return operation(recipe, most_read(recipe, options), shape, options.sequences, options.step_tokens, options.tokens,
+    return operation(recipe, max_read(recipe, options), shape, options.sequences, options.step_tokens, options.tokens,
                      device);
   }
   void adopt(operation&& fitted) { choose_ = std::move(fitted); }
@@ -33,7 +33,7 @@ class exact_reader : public slot_reader, public reader_without_index<Recipe, Vie
   void require_covered(const planned<Recipe>& policies) const { choose_.require_covered(plan(policies)); }
   host_vector<detail::gathered_column> gathered() const { return {plans_.gathered()}; }
   void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
-    set_number(plans_.of({0, id}), plan(policies), stream);
+    set_number(plans_.entry({0, id}), plan(policies), stream);
   }
   bool choose(index_t, const View& view, const rows_view<const T>& q, const index_t* first, const logit_rule&,
               const rows_view<Out>&, const rows_view<float>&, selection_view& chosen, cudaStream_t stream) const {
@@ -41,7 +41,7 @@ class exact_reader : public slot_reader, public reader_without_index<Recipe, Vie
     return false;
   }
   static offset_t attended(const planned<Recipe>& policies, offset_t n, const head_place&) {
-    return (std::min)(n, operation::most_read(plan(policies)));
+    return (std::min)(n, operation::max_read(plan(policies)));
   }
   static offset_t bytes_read(const planned<Recipe>& policies, offset_t n, const head_place&) {
     return operation::bytes_read(plan(policies), n);
@@ -49,7 +49,7 @@ class exact_reader : public slot_reader, public reader_without_index<Recipe, Vie
 
  private:
   static read_plan plan(const planned<Recipe>& policies) { return read_plan(policies.plan.read); }
-  static index_t most_read(const Recipe& recipe, const cache_options& options) {
+  static index_t max_read(const Recipe& recipe, const cache_options& options) {
     index_t most = 1;
     for_each_plan(recipe, options, [&](const stage_plan& plan) { most = (std::max)(most, plan.read); });
     return most;

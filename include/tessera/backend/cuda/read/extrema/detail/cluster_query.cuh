@@ -9,7 +9,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-inline constexpr int most_cluster_blocks = 8, cluster_threads = 512, cluster_warps = cluster_threads / 32;
+inline constexpr int max_cluster_blocks = 8, cluster_threads = 512, cluster_warps = cluster_threads / 32;
 inline constexpr int cluster_rows = 8;  // query rows of a matrix product, of which the other eight stay empty
 
 inline constexpr int tile_width = 32, step_columns = 16;  // pages and columns of a warp's products
@@ -62,7 +62,7 @@ struct block_group<true> {
   static __device__ void wait_for(const arrivals&) { __syncthreads(); }
 };
 
-/// Shared memory of a block behind the storage, as the host lays it out: where things begin, in bytes.
+/// Shared memory of a block behind the storage, as the host lays it out: where arrays begin, in bytes.
 struct cluster_layout {
   index_t share = 0;  // pages that a block has room for, a multiple of 32; rows of more go through device memory
   index_t ring = 0;   // of those, what is staged at once
@@ -72,8 +72,8 @@ struct cluster_layout {
 template <class T, int D>
 struct cluster_shared {
   // A channel has a column for each side; either half is padded to whole products.
-  static constexpr int most_columns = 2 * ((D + 15) / 16 * 16);
-  static constexpr int pitch = most_columns + 8;  // of a query row's weights: rows begin in different banks
+  static constexpr int max_columns = 2 * ((D + 15) / 16 * 16);
+  static constexpr int pitch = max_columns + 8;  // of a query row's weights: rows begin in different banks
   /// Bytes of a staged column: neighbours begin in different banks.
   TESSERA_HD static constexpr int staged_pitch(index_t ring) { return int(ring) * int(sizeof(T)) + 16; }
 
@@ -84,14 +84,14 @@ struct cluster_shared {
     at.ring = at.share < widest ? at.share : widest;
     // Staged columns; later the keys of all pages.
     const std::size_t ring = std::size_t(stages) * staged_columns * std::size_t(staged_pitch(at.ring));
-    const std::size_t keys = (std::size_t(blocks) * std::size_t(at.share) + page_rows::most_cuts) * sizeof(unsigned);
+    const std::size_t keys = (std::size_t(blocks) * std::size_t(at.share) + page_rows::max_cuts) * sizeof(unsigned);
     std::size_t end = ring > keys ? ring : keys;
     const auto take = [&](std::size_t bytes) {
       const std::size_t begin = end;
       end += bytes;
       return std::uint32_t(begin < ~0u ? begin : ~0u);  // too much is refused by its sum
     };
-    at.columns = take(most_columns * sizeof(int));
+    at.columns = take(max_columns * sizeof(int));
     at.weights = take(std::size_t(cluster_rows) * pitch * sizeof(T));
     at.q = take(std::size_t(rows) * D * sizeof(T));
     at.parts = take((std::size_t(rows) + 1) * std::size_t(blocks) * cluster_warps * sizeof(float2));
@@ -122,14 +122,14 @@ struct cluster_shared {
   };
 };
 
-/// What a row's queries ask of the index, in shared memory.
+/// A row's queries as the index needs them, in shared memory.
 template <int D>
 struct cluster_query {
   alignas(16) unsigned weight[D];  // ordered bits of the sum of |q| over the usable rows
   float total[D];                  // sum of q over them
   bool taken[D];
-  float scale[most_query_rows];
-  bool usable[most_query_rows];          // whether every element of the row is finite; another row says nothing
+  float scale[max_query_rows];
+  bool usable[max_query_rows];           // whether every element of the row is finite; other rows are left out
   arrivals parts, keys, slots, outputs;  // from the blocks of the cluster
 };
 
@@ -140,8 +140,8 @@ struct cluster_share {
   bool fits;                                 // into shared memory; otherwise logits and keys go through device memory
 };
 
-/// What every block of a cluster finds out about its row's queries, each for itself: nothing of it is sent. The methods
-/// are called in their order; a thread keeps in registers what the next one needs of it.
+/// What every block of a cluster computes of its row's queries, each for itself: nothing of it is sent. The methods are
+/// called in their order. A thread keeps in registers what later methods need of it.
 template <class View, class Scorer>
 struct cluster_columns {
   using T = typename View::element_type;
@@ -156,24 +156,24 @@ struct cluster_columns {
   const page_problem<View>& p;
   const Scorer& scorer;
   const page_choice& c;
-  cluster_query<D>& asked;
+  cluster_query<D>& queries;
   const int thread, lane, warp, first_chunk, d, part;  // d, part: the channel that this thread ranks
   const bool ranks;
-  T own[held_rows];
+  T row_elements[held_rows];
   uint4 chunk = make_uint4(0, 0, 0, 0);
-  int second = 0;       // columns of the first half, padded: where the second one begins
-  int place = D;        // of channel d
-  bool chosen = false;  // it is one of those that are read
-  unsigned sides = 0;   // which some row takes of it: 1 the smaller values, 2 the larger ones
-  bool single = false;  // pages of one slot have one side
-  float total = 0;      // of channel d
+  int second = 0;        // columns of the first half, padded: where the second one begins
+  int channel_rank = D;  // of channel d
+  bool chosen = false;   // channel d is read
+  unsigned sides = 0;    // which some row takes of it: 1 the smaller values, 2 the larger ones
+  bool single = false;   // pages of one slot have one side
+  float total = 0;       // of channel d
 
   __device__ cluster_columns(const page_problem<View>& p_, const Scorer& scorer_, const page_choice& c_,
-                             cluster_query<D>& asked_, int thread_, int lane_, int warp_)
+                             cluster_query<D>& queries_, int thread_, int lane_, int warp_)
       : p(p_),
         scorer(scorer_),
         c(c_),
-        asked(asked_),
+        queries(queries_),
         thread(thread_),
         lane(lane_),
         warp(warp_),
@@ -190,17 +190,17 @@ struct cluster_columns {
     return __ldg(reinterpret_cast<const uint4*>(query(at, i / chunks) + i % chunks * 8));
   }
 
-  /// Asks for the queries; nothing waits for them.
+  /// Loads the queries; nothing waits for them.
   __device__ void load(const cluster_share& at) {
     if (thread < D) {
 #pragma unroll
-      for (int r = 0; r < held_rows; ++r) own[r] = r < at.rows ? query(at, r)[thread] : T(0.0f);
+      for (int r = 0; r < held_rows; ++r) row_elements[r] = r < at.rows ? query(at, r)[thread] : T(0.0f);
     } else if (first_chunk >= 0 && first_chunk < at.rows * chunks) {
       chunk = query_chunk(at, first_chunk);
     }
   }
 
-  /// Queries go to shared memory, their sums by channel to `asked`, with the CPU's order of the rows.
+  /// Writes the queries to shared memory and their sums by channel to `queries`, in the CPU's order of the rows.
   __device__ void sum(const cluster_share& at, T* q) {
     bool bad = false;
     if (first_chunk >= 0) {
@@ -218,66 +218,67 @@ struct cluster_columns {
         weight += std::abs(x), sum += x;
       };
 #pragma unroll
-      for (int r = 0; r < held_rows; ++r) add(own[r]);  // a zero where there is no row
+      for (int r = 0; r < held_rows; ++r) add(row_elements[r]);  // a zero where there is no row
 #pragma unroll 1
       for (index_t r = held_rows; r < at.rows; ++r) add(query(at, r)[thread]);
-      asked.weight[thread] = ordered_bits(weight), asked.total[thread] = sum;
+      queries.weight[thread] = ordered_bits(weight), queries.total[thread] = sum;
     }
     // Behind it: all queries and sums are there.
     if (__syncthreads_or(bad)) sum_usable(at, q);
   }
 
-  /// Again without the rows that are not finite.
+  /// Repeats the sums without the rows that are not finite.
   __device__ void sum_usable(const cluster_share& at, const T* q) {
 #pragma unroll 1
     for (index_t r = warp; r < at.rows; r += warps) {
       bool finite = true;
       for (int i = lane; i < D; i += 32) finite &= is_finite(float(q[r * D + i]));
-      if (!finite) asked.usable[r] = false;
+      if (!finite) queries.usable[r] = false;
     }
     __syncthreads();  // every row is judged
     if (thread < D) {
       float weight = 0, sum = 0;
 #pragma unroll 1
       for (index_t r = 0; r < at.rows; ++r) {
-        const float x = asked.usable[r] ? float(q[r * D + thread]) : 0.0f;
+        const float x = queries.usable[r] ? float(q[r * D + thread]) : 0.0f;
         weight += std::abs(x), sum += x;
       }
-      asked.weight[thread] = ordered_bits(weight), asked.total[thread] = sum;
+      queries.weight[thread] = ordered_bits(weight), queries.total[thread] = sum;
     }
     __syncthreads();  // the sums are there
   }
 
-  /// A channel's place is the number of those before it: larger ones, and of equal ones those of lower number.
+  /// Ranks channels by falling weight; of equal weights the lower channel comes first.
   __device__ void rank(int channels) {
     second = (channels + 15) / 16 * 16;
-    place = ranks ? d : D;
+    channel_rank = ranks ? d : D;
     if (channels < D) {
-      int before = 0;
+      int earlier = 0;
       if (ranks) {
         // Those below d count from its own weight on, the others above it.
-        const unsigned weight = asked.weight[d];
+        const unsigned weight = queries.weight[d];
 #pragma unroll
         for (int i = 0; i < quads; ++i) {
           const int at = part * quads + (i + part) % quads;  // parts begin in different banks
-          const uint4 others = reinterpret_cast<const uint4*>(asked.weight)[at];
+          const uint4 others = reinterpret_cast<const uint4*>(queries.weight)[at];
           const unsigned least = weight + unsigned(at >= d / 4);
-          before += (others.x >= least) + (others.y >= least) + (others.z >= least) + (others.w >= least);
+          earlier += (others.x >= least) + (others.y >= least) + (others.z >= least) + (others.w >= least);
         }
 #pragma unroll 1
-        for (int at = d / 4 * 4 + part; at < d; at += ranked_by) before += asked.weight[at] == weight;  // its own four
+        for (int at = d / 4 * 4 + part; at < d; at += ranked_by)
+          earlier += queries.weight[at] == weight;  // its own four
       }
-      before = lanes_sum<ranked_by>(before);
-      if (ranks) place = before;
+      earlier = lanes_sum<ranked_by>(earlier);
+      if (ranks) channel_rank = earlier;
     }
-    chosen = ranks && place < channels;
-    total = ranks ? asked.total[d] : 0.0f;
+    chosen = ranks && channel_rank < channels;
+    total = ranks ? queries.total[d] : 0.0f;
   }
 
   __device__ bool takes_upper(float x) const { return !single && scorer.takes_upper(x, total); }
 
-  /// The columns of a channel: first the side that some row takes, then the other, where rows differ. Either half is
-  /// padded to whole products. `room`: pages between columns.
+  /// Lays out the columns of a channel: first the side that some row takes, then the other where rows differ. Either
+  /// half is padded to whole products. `room`: pages between columns.
   __device__ void lay_out(const cluster_share& at, const typename shared::pointers& memory, int channels,
                           index_t room) {
     single = at.page == 1;
@@ -286,18 +287,18 @@ struct cluster_columns {
 #pragma unroll 1
       for (index_t r = part; r < at.rows; r += ranked_by) {
         const bool above = takes_upper(float(memory.q[r * D + d]));
-        lower |= asked.usable[r] && !above;
-        upper |= asked.usable[r] && above;
+        lower |= queries.usable[r] && !above;
+        upper |= queries.usable[r] && above;
       }
     }
     sides = unsigned(lower) | unsigned(upper) << 1;
 #pragma unroll
     for (int step = 1; step < ranked_by; step *= 2) sides |= __shfl_xor_sync(~0u, sides, step);
     if (chosen && part == 0) {
-      memory.columns[place] = ((sides & 1) != 0 || single ? d : D + d) * room;
-      memory.columns[second + place] = sides == 3 ? (D + d) * room : -1;
+      memory.columns[channel_rank] = ((sides & 1) != 0 || single ? d : D + d) * room;
+      memory.columns[second + channel_rank] = sides == 3 ? (D + d) * room : -1;
     }
-    if (ranks && part == 0) asked.taken[d] = chosen;
+    if (ranks && part == 0) queries.taken[d] = chosen;
 #pragma unroll 1
     for (int i = thread; i < (second - channels) * cluster_rows; i += threads) {
       const int column = channels + i / cluster_rows;
@@ -307,19 +308,20 @@ struct cluster_columns {
     }
   }
 
-  /// What the rows from `from` on make of this thread's channel.
+  /// Writes the weights of this thread's channel for the rows from `from` on.
   __device__ void weigh(const cluster_share& at, const typename shared::pointers& memory, index_t from) const {
     if (!chosen) return;
 #pragma unroll 1
     for (index_t r = part; r < (min)(index_t(cluster_rows), at.rows - from); r += ranked_by) {
-      const T x = asked.usable[from + r] ? memory.q[(from + r) * D + d] : T(0.0f);
+      const T x = queries.usable[from + r] ? memory.q[(from + r) * D + d] : T(0.0f);
       const bool first = takes_upper(float(x)) ? (sides & 1) == 0 : (sides & 1) != 0 || single;
-      memory.weights[r * shared::pitch + place] = first ? x : T(0.0f);
-      memory.weights[r * shared::pitch + second + place] = first ? T(0.0f) : x;
+      memory.weights[r * shared::pitch + channel_rank] = first ? x : T(0.0f);
+      memory.weights[r * shared::pitch + second + channel_rank] = first ? T(0.0f) : x;
     }
   }
 
-  /// Every row's scale, by the share of it that the chosen channels cover; a row a warp, from the last warp on.
+  /// Computes every row's scale from the share of it that the chosen channels cover; a row a warp, from the last warp
+  /// on.
   __device__ void scale_rows(const cluster_share& at, const T* q) const {
 #pragma unroll 1
     for (index_t r = warps - 1 - warp; r < at.rows; r += warps) {
@@ -328,11 +330,11 @@ struct cluster_columns {
       for (int i = lane; i < D; i += 32) {
         const float x = std::abs(float(q[r * D + i]));
         whole += x;
-        some += asked.taken[i] ? x : 0.0f;
+        some += queries.taken[i] ? x : 0.0f;
       }
       const float2 sums = warp_sum(make_float2(some, whole));
       const float scale = scorer.row_scale(p.rule.scale_for(D), sums.x, sums.y);
-      if (lane == 0) asked.scale[r] = scale;
+      if (lane == 0) queries.scale[r] = scale;
     }
   }
 };

@@ -15,7 +15,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Recipes that read an estimate of the keys, in pages: every place has an index of its own, made for any plan.
+/// The reader of recipes that read an estimate of the keys, in pages. Every entry, a (layer, sequence), has an index of
+/// its own with room for any plan.
 /// Bytes    of an index 2 * k_dim elements a page, k_dim where pages have one slot.
 template <class Recipe, class View, class Out>
 class extrema_reader : public slot_reader {
@@ -47,11 +48,11 @@ class extrema_reader : public slot_reader {
     host_vector<offset_t> begins(std::size_t(shape.layers) * std::size_t(options.sequences) *
                                  std::size_t(shape.kv_heads));
     for (std::size_t row = 0; row < begins.size(); ++row) begins[row] = offset_t(row) * row_elements_;
-    check(cudaMemcpy(begins_.of({}), begins.data(), begins.size() * sizeof(offset_t), cudaMemcpyHostToDevice),
+    check(cudaMemcpy(begins_.entry({}), begins.data(), begins.size() * sizeof(offset_t), cudaMemcpyHostToDevice),
           "cudaMemcpy");
   }
 
-  /// What another budget needs beside the old one; `adopt` puts it in place.
+  /// The operation for another budget; `adopt` uses it from now on.
   /// Errors   pages that are smaller than the index was made for.
   struct fitted_operation {
     read_bounds bounds;
@@ -78,12 +79,12 @@ class extrema_reader : public slot_reader {
   }
   void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
     const read_plan fitted = plan(policies);
-    set_number(plans_.of({0, id}), fitted, stream);
+    set_number(plans_.entry({0, id}), fitted, stream);
     const index_t room = index_t(row_elements_ / page_row_elements(fitted.page, k_dim, 1) / room_step * room_step);
-    for (index_t h = 0; h < shape_.kv_heads; ++h) set_number(rooms_.of({0, id}) + h, room, stream);
+    for (index_t h = 0; h < shape_.kv_heads; ++h) set_number(rooms_.entry({0, id}) + h, room, stream);
   }
 
-  /// Whoever gets the id next begins without sums, also where steps come before any prompt.
+  /// The next sequence with this id begins without sums, also where steps come before any prompt.
   void clear(index_t id, cudaStream_t stream) {
     for (index_t layer = 0; averages && layer < shape_.layers; ++layer) {
       check(cudaMemsetAsync(sums({layer, id}), 0, std::size_t(shape_.kv_heads) * v_dim * sizeof(double), stream),
@@ -91,23 +92,23 @@ class extrema_reader : public slot_reader {
     }
   }
 
-  /// Sums of V are those of the steps before, to the bit.
+  /// Copies the sums of V, which have the bits of the earlier steps.
   void copy(index_t from, index_t to, cudaStream_t stream) const {
     for (index_t layer = 0; averages && layer < shape_.layers; ++layer)
       copy_on_device(sums({layer, to}), sums({layer, from}), std::size_t(shape_.kv_heads) * v_dim, stream);
   }
 
-  /// The index of one sequence's layer anew. `longest`: no head holds more.
+  /// Builds the index of one sequence's layer anew. `longest`: an upper bound of a head's tokens.
   void refresh(sequence_layer owner, const View& view, index_t longest, cudaStream_t stream) const {
-    const index_type index{data_.data(), 1, 0, begins_.of(owner), rooms_.of({0, owner.id})};
-    index_pages<View>{}.build(view, index, plans_.of({0, owner.id}), ceil_div(longest, bounds_.page), stream);
+    const index_type index{data_.data(), 1, 0, begins_.entry(owner), rooms_.entry({0, owner.id})};
+    index_pages<View>{}.build(view, index, plans_.entry({0, owner.id}), ceil_div(longest, bounds_.page), stream);
     if constexpr (averages) {
       mean_value<View>(shape_.kv_heads).build(view, sums(owner), sums_scratch_.data(), stream);
     }
   }
-  /// After slots have moved in place: that of a batch.
+  /// The same for a batch, after slots have moved in place.
   void rebuild(index_t layer, const index_t* ids, const View& view, cudaStream_t stream) const {
-    index_pages<View>{}.build(view, batch_index(layer), plans_.batch(0), bounds_.most_pages(), stream);
+    index_pages<View>{}.build(view, batch_index(layer), plans_.batch(0), bounds_.max_pages(), stream);
     if constexpr (averages) {
       mean_value<View>(view.sequences * shape_.kv_heads)
           .build(view, sums({layer, 0}), sums_scratch_.data(), stream, ids);
@@ -125,7 +126,7 @@ class extrema_reader : public slot_reader {
     return false;
   }
 
-  /// Gives what the attended tokens of a step lack of each row's mass to the mean of V.
+  /// Gives the mass of each row that the attended tokens of a step do not hold to the mean of V.
   void complete(index_t layer, const index_t* ids, const View& view, const rows_view<Out>& out,
                 cudaStream_t stream) const {
     if constexpr (averages) {
@@ -140,7 +141,7 @@ class extrema_reader : public slot_reader {
     }
   }
 
-  /// Of the index of heads that hold so many tokens, and of the sums of one place.
+  /// Bytes of the index of heads with `longest` tokens, and of the sums of one entry.
   offset_t bytes(const planned<Recipe>& policies, index_t longest) const {
     const read_plan fitted = plan(policies);
     const index_t pages = ceil_div(fitted.pages_of(longest), room_step) * room_step;
@@ -148,7 +149,7 @@ class extrema_reader : public slot_reader {
                               (averages ? v_dim * offset_t(sizeof(double)) : 0));
   }
   offset_t attended(const planned<Recipe>& policies, offset_t n, const head_place&) const {
-    return (std::min)(n, choose_.most_read(plan(policies)));
+    return (std::min)(n, choose_.max_read(plan(policies)));
   }
   offset_t bytes_read(const planned<Recipe>& policies, offset_t n, const head_place&) const {
     return operation::bytes_read(plan(policies), n) + (averages ? v_dim * offset_t(sizeof(double)) : 0);
@@ -184,7 +185,7 @@ class extrema_reader : public slot_reader {
   operation choose_;
   device_buffer<T> data_;
   id_column<read_plan> plans_;
-  id_column<offset_t> begins_;  // never change: every place has room for any plan
+  id_column<offset_t> begins_;  // constant: every entry has room for any plan
   id_column<index_t> rooms_;    // in pages, by the plan
   device_buffer<double> sums_;  // of V by id, for a scorer that adds the mean value
   device_buffer<unsigned char> sums_scratch_;

@@ -1,4 +1,4 @@
-// The mean of V on the GPU: kept up to date as tokens arrive, and given what attended tokens lack of a row's mass.
+// The mean of V on the GPU: updated as tokens arrive, and weighted by the mass that attended tokens do not hold.
 #pragma once
 
 #include <string>
@@ -11,7 +11,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// A step's outputs and what was chosen for them; every pointer is a device pointer.
+/// A step's outputs and the choice that made them. Every pointer is a device pointer.
 template <class View, class Out = float>
 struct mean_value_problem {
   View view;                     ///< lengths count the step's own tokens
@@ -38,7 +38,7 @@ __device__ double finite_value(const View& view, index_t sequence, index_t head,
 
 inline constexpr int sum_threads = 512;
 
-/// Sums of a row's parts: part x of gridDim.x goes to partial [rows, parts, v_dim].
+/// Sums parts of a row: part blockIdx.x of gridDim.x goes to partial [rows, parts, v_dim].
 template <class View>
 __global__ void __launch_bounds__(sum_threads) sum_values_entry(const __grid_constant__ View view, double* partial) {
   constexpr int D = View::v_dim, lanes = sum_threads / D;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(D)
   sums[sums_row(ids, index_t(blockIdx.x), heads) * D + threadIdx.x] = sum;
 }
 
-/// A row's sums take in the step's tokens one by one; the outputs of each see those up to it.
+/// Adds the step's tokens to a row's sums one by one. The output of each token uses the sums up to it.
 template <class View, class Out>
 __global__ void __launch_bounds__(View::v_dim)
     add_mean_value_entry(const __grid_constant__ mean_value_problem<View, Out> p) {
@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(View::v_dim)
 
 }  // namespace detail
 
-/// SparQ's mean-value correction: sums of V that follow the stored tokens, and outputs mixed with their mean. What is
-/// not finite counts as 0. Lengths are read on the device; capturable.
+/// SparQ's mean-value correction: sums of V over the stored tokens, and outputs mixed with their mean. Values that are
+/// not finite count as 0. Lengths are read on the device; a run can be captured.
 /// Cost     build: one read of V; run: O(tokens * (1 + group) * v_dim) a row, one launch.
 template <class View, class Out = float>
 class mean_value {
@@ -107,7 +107,7 @@ class mean_value {
 
   std::size_t workspace_bytes() const { return std::size_t(rows_) * parts * View::v_dim * sizeof(double); }
 
-  /// Sums over everything that is stored, anew. `ids`: as in the problem.
+  /// Sums over everything that is stored. `ids`: as in the problem.
   void build(const View& view, double* sums, void* workspace, cudaStream_t stream, const index_t* ids = nullptr) const {
     const index_t rows = checked_rows(view);
     if (rows == 0) return;
@@ -119,7 +119,7 @@ class mean_value {
     check(cudaGetLastError(), "launch of merge_sums");
   }
 
-  /// Takes in the step's tokens and, where there is a mass, mixes the step's outputs.
+  /// Adds the step's tokens and, where there is a mass, mixes the step's outputs.
   void run(const mean_value_problem<View, Out>& p, void*, cudaStream_t stream) const {
     const index_t rows = checked_rows(p.view);
     require(p.tokens >= 0, "tokens", p.tokens, "at least 0", "pass the step's tokens");

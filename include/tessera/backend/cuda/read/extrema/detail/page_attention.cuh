@@ -9,31 +9,31 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Shared memory behind the choice's. Chosen slots go round the blocks in tiles of 16; a warp stages a tile at a time
-/// where the choice had its columns, and leaves what it made of it there.
+/// Shared memory behind that of the choice. Chosen slots go round the blocks in tiles of 16. A warp stages a tile at a
+/// time over the columns of the choice, and leaves its result there.
 /// Four warps a tile where a block has few tiles lost: 0.5 us of 15.4 (H200, CUDA 13.0, B1 32K, 1,024 tokens).
 template <class View>
 struct cluster_attention {
   using T = typename View::element_type;
-  static constexpr int D = View::k_dim, Dv = View::v_dim, tokens = 16, most_rows = cluster_rows;
+  static constexpr int D = View::k_dim, Dv = View::v_dim, tokens = 16, max_rows = cluster_rows;
   static constexpr int k_bytes = tokens * staged_rows{D / 8}.bytes(), v_bytes = tokens * staged_rows{Dv / 8}.bytes();
   static constexpr int pitch = Dv + 4;  // floats of an output row
   static constexpr int warp_bytes = k_bytes + v_bytes;
-  static_assert(most_rows * (pitch + 2) * int(sizeof(float)) <= warp_bytes);
+  static_assert(max_rows * (pitch + 2) * int(sizeof(float)) <= warp_bytes);
 
   TESSERA_HD static constexpr std::size_t slots_at(std::size_t choice_bytes) {
     constexpr std::size_t rings = std::size_t(cluster_warps) * warp_bytes;
     return choice_bytes > rings ? (choice_bytes + 15) / 16 * 16 : rings;
   }
-  TESSERA_HD static constexpr std::size_t parts_at(std::size_t choice_bytes, index_t most_chosen, int blocks) {
-    const std::size_t tiles = (std::size_t(most_chosen) + tokens - 1) / tokens;
+  TESSERA_HD static constexpr std::size_t parts_at(std::size_t choice_bytes, index_t max_chosen, int blocks) {
+    const std::size_t tiles = (std::size_t(max_chosen) + tokens - 1) / tokens;
     return slots_at(choice_bytes) + (tiles + std::size_t(blocks) - 1) / std::size_t(blocks) * tokens * sizeof(index_t);
   }
   /// Rows that a block finishes: every `blocks`-th.
   TESSERA_HD static constexpr index_t rows_each(index_t rows, int blocks) { return (rows + blocks - 1) / blocks; }
-  TESSERA_HD static constexpr std::size_t bytes(std::size_t choice_bytes, index_t most_chosen, index_t rows,
+  TESSERA_HD static constexpr std::size_t bytes(std::size_t choice_bytes, index_t max_chosen, index_t rows,
                                                 int blocks) {
-    return parts_at(choice_bytes, most_chosen, blocks) +
+    return parts_at(choice_bytes, max_chosen, blocks) +
            std::size_t(rows_each(rows, blocks)) * std::size_t(blocks) * (Dv * sizeof(float) + sizeof(float2));
   }
 };
@@ -43,7 +43,7 @@ struct cluster_attention {
 template <class View>
 struct cluster_state {
   using T = typename View::element_type;
-  using of = cluster_attention<View>;
+  using sizes = cluster_attention<View>;
   static constexpr int D = View::k_dim, Dv = View::v_dim;
   float out[Dv / 16][4] = {};
   float top[2] = {-infinity, -infinity}, sum[2] = {};  // base 2
@@ -60,7 +60,7 @@ struct cluster_state {
       std::uint32_t a[at_once][4];
 #pragma unroll
       for (int i = 0; i < at_once && first + i < D / 16; ++i) {
-        load_matrices(a[i], tile + staged_rows{D / 8}.place(lane % 16, (first + i) * 2 + lane / 16));
+        load_matrices(a[i], tile + staged_rows{D / 8}.offset(lane % 16, (first + i) * 2 + lane / 16));
       }
 #pragma unroll
       for (int i = 0; i < at_once && first + i < D / 16; ++i) multiply<T>(s, a[i], q[first + i][0], q[first + i][1]);
@@ -75,16 +75,16 @@ struct cluster_state {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float most = fmaxf(r ? tile_top.y : tile_top.x, top[r]);
-      const float reference = most == -infinity ? 0.0f : most, shrink = power_of_two(top[r] - reference);
+      const float largest = fmaxf(r ? tile_top.y : tile_top.x, top[r]);
+      const float reference = largest == -infinity ? 0.0f : largest, shrink = power_of_two(top[r] - reference);
       s[r] = power_of_two(s[r] - reference);
       s[r + 2] = power_of_two(s[r + 2] - reference);
       sum[r] = sum[r] * shrink + s[r] + s[r + 2];
-      if (most != top[r]) {
+      if (largest != top[r]) {
 #pragma unroll
         for (int m = 0; m < Dv / 16; ++m) out[m][r] *= shrink, out[m][r + 2] *= shrink;
       }
-      top[r] = most;
+      top[r] = largest;
     }
     wait_for_values();
     const std::uint32_t b0 = transposed(pack_pair<T>(s[0], s[1])), b1 = transposed(pack_pair<T>(s[2], s[3]));
@@ -94,8 +94,8 @@ struct cluster_state {
 #pragma unroll
       for (int i = 0; i < at_once && first + i < Dv / 16; ++i) {
         load_matrices_transposed(
-            a[i], tile + std::uint32_t(of::k_bytes) +
-                      staged_rows{Dv / 8}.place(lane / 16 * 8 + lane % 8, (first + i) * 2 + lane / 8 % 2));
+            a[i], tile + std::uint32_t(sizes::k_bytes) +
+                      staged_rows{Dv / 8}.offset(lane / 16 * 8 + lane % 8, (first + i) * 2 + lane / 8 % 2));
       }
 #pragma unroll
       for (int i = 0; i < at_once && first + i < Dv / 16; ++i) multiply<T>(out[first + i], a[i], b0, b1);
@@ -115,16 +115,16 @@ struct cluster_state {
       if (row >= rows) continue;
 #pragma unroll
       for (int m = 0; m < Dv / 16; ++m) {
-        outs[row * of::pitch + m * 16 + lane / 4] = out[m][r];
-        outs[row * of::pitch + m * 16 + lane / 4 + 8] = out[m][r + 2];
+        outs[row * sizes::pitch + m * 16 + lane / 4] = out[m][r];
+        outs[row * sizes::pitch + m * 16 + lane / 4 + 8] = out[m][r + 2];
       }
-      if (lane < 4) reinterpret_cast<float2*>(outs + of::most_rows * of::pitch)[row] = make_float2(top[r], sum[r]);
+      if (lane < 4) reinterpret_cast<float2*>(outs + sizes::max_rows * sizes::pitch)[row] = make_float2(top[r], sum[r]);
     }
   }
 };
 
-/// Starts the rows of 16 tokens on their way, 16 bytes a lane; lane t knows where the t-th lies. Each step fetches this
-/// code anew: with both loops unrolled wholly a step takes 15.6 us, by four 14.9, by two 14.8 (H200, CUDA 13.0, B1
+/// Starts to copy the rows of 16 tokens, 16 bytes a lane; lane t knows the address of the t-th row. Each step fetches
+/// this code anew: with both loops unrolled wholly a step takes 15.6 us, by four 14.9, by two 14.8 (H200, CUDA 13.0, B1
 /// 32K).
 template <class T, int Chunks>
 __device__ void copy_tile(const T* mine, index_t valid, std::uint32_t to, int lane) {
@@ -132,11 +132,12 @@ __device__ void copy_tile(const T* mine, index_t valid, std::uint32_t to, int la
   for (int i = 0; i < 16 * Chunks / 32; ++i) {
     const int id = i * 32 + lane, token = id / Chunks, chunk = id % Chunks;
     const auto* from = reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), token));
-    copy_async16(to + staged_rows{Chunks}.place(token, chunk), from + chunk * 8, token < valid);
+    copy_async16(to + staged_rows{Chunks}.offset(token, chunk), from + chunk * 8, token < valid);
   }
 }
 
-/// Attends what a group of blocks has chosen of one row: each block its tiles, then every block some rows' parts.
+/// Attends the slots that a group of blocks has chosen of one row. Each block attends its tiles, then finishes some
+/// rows.
 template <class View, class Out, bool Alone>
 struct chosen_attention {
   using T = typename View::element_type;
@@ -146,12 +147,12 @@ struct chosen_attention {
 
   const page_problem<View>& p;
   const page_choice& c;
-  cluster_query<D>& asked;
-  float (&factors)[attention::most_rows][cluster_warps];
+  cluster_query<D>& queries;
+  float (&factors)[attention::max_rows][cluster_warps];
   unsigned char* const bytes;
-  index_t* const own;        // slots of this block's tiles, one tile after the other
-  float* const part_out;     // [own rows, blocks, Dv]: what each block makes of them
-  float2* const part_state;  // [own rows, blocks]: maximum and sum
+  index_t* const block_slots;  // slots of this block's tiles, one tile after the other
+  float* const part_out;       // [own rows, blocks, Dv]: what each block makes of them
+  float2* const part_state;    // [own rows, blocks]: maximum and sum
   const index_t head = index_t(blockIdx.y), sequence = index_t(blockIdx.z), rows = c.tokens * c.group;
   index_t* const chosen = c.out + (sequence * p.view.kv_heads + head) * c.out_stride;  // the row's choice
   const int thread = int(threadIdx.x), lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0);
@@ -159,8 +160,8 @@ struct chosen_attention {
 
   __device__ float* outs_of(int w) const { return reinterpret_cast<float*>(bytes + w * attention::warp_bytes); }
 
-  /// `put`: the blocks hold what was chosen; otherwise it lies in device memory only. `sent`: slots are counted where
-  /// they arrive, `read` in all. `newest`: where the newest stored token stands.
+  /// `put`: the blocks hold the chosen slots; otherwise they lie in device memory only. `sent`: slots are counted where
+  /// they arrive, `read` in all. `newest`: the position of the newest stored token.
   __device__ void run(bool put, bool sent, index_t read, index_t newest, const rows_view<Out>& out,
                       const rows_view<float>& lse) const {
     if (!sent) blocks_of::arrive();
@@ -173,9 +174,9 @@ struct chosen_attention {
     if (sent) {
       const bool has_last = ((tiles - 1) & (blocks - 1)) == rank;
       const index_t held = own_tiles * tokens - (has_last ? tiles * tokens - count : 0);
-      if (thread == 0) blocks_of::expect(asked.slots, held * index_t(sizeof(index_t)));
+      if (thread == 0) blocks_of::expect(queries.slots, held * index_t(sizeof(index_t)));
       __syncthreads();  // no warp looks at keys any more where tiles are to lie; a block alone has its slots
-      if constexpr (!Alone) blocks_of::wait_for(asked.slots);
+      if constexpr (!Alone) blocks_of::wait_for(queries.slots);
     }
     const bool plain = p.rule.soft_cap <= 0 && p.rule.sliding_window <= 0 && newest <= position;
     read_tiles(q, position, plain, count, own_tiles, put);
@@ -185,17 +186,19 @@ struct chosen_attention {
 #pragma unroll 1
     for (index_t i = thread; put && i < own_tiles * tokens; i += cluster_threads) {
       const index_t place = ((i / tokens << log_blocks) + rank) * tokens + i % tokens;
-      if (place < count) chosen[place] = own[i];
+      if (place < count) chosen[place] = block_slots[i];
     }
     const index_t own_rows = (rows - rank + blocks - 1) >> log_blocks;
     if (own_rows <= 0) return;
-    if (thread == 0) blocks_of::expect(asked.outputs, own_rows * blocks * index_t(Dv * sizeof(float) + sizeof(float2)));
-    blocks_of::wait_for(asked.outputs);  // all blocks' parts of this block's rows are there
+    if (thread == 0)
+      blocks_of::expect(queries.outputs, own_rows * blocks * index_t(Dv * sizeof(float) + sizeof(float2)));
+    blocks_of::wait_for(queries.outputs);  // all blocks' parts of this block's rows are there
     finish_rows(own_rows, out, lse);
   }
 
  private:
-  /// As the second operand of products: lane l has row l / 4; rows beyond the last are not kept.
+  /// Loads queries as the second operand of products: lane l has row l / 4; results of rows beyond the last are
+  /// dropped.
   __device__ void load_queries(std::uint32_t (&q)[D / 16][2]) const {
     const index_t r = lane / 4 < rows ? lane / 4 : 0, token = c.by_group.quotient(r);
     const auto* const from = reinterpret_cast<const std::uint32_t*>(
@@ -204,8 +207,8 @@ struct chosen_attention {
     for (int step = 0; step < D / 16; ++step) q[step][0] = from[step * 8], q[step][1] = from[step * 8 + 4];
   }
 
-  /// A warp's tiles of chosen tokens; leaves what it made of them. `plain`: every row sees every token, and nothing
-  /// caps.
+  /// Attends a warp's tiles of chosen tokens and leaves the result in shared memory. `plain`: every row sees every
+  /// token, and nothing caps.
   __device__ void read_tiles(const std::uint32_t (&q)[D / 16][2], index_t position, bool plain, index_t count,
                              index_t own_tiles, bool put) const {
     const std::uint32_t ring = shared_address(outs_of(warp));
@@ -215,7 +218,7 @@ struct chosen_attention {
     for (index_t i = warp; i < own_tiles; i += cluster_warps) {
       const index_t first = ((i << log_blocks) + rank) * tokens, valid = (min)(index_t(tokens), count - first);
       const index_t at = (min)(index_t(lane % tokens), valid - 1),
-                    slot = put ? own[i * tokens + at] : chosen[first + at];
+                    slot = put ? block_slots[i * tokens + at] : chosen[first + at];
       const T* const k = p.view.key(sequence, head, slot);
       const T* const v = p.view.value(sequence, head, slot);
       const index_t held = p.view.positions ? p.view.position(sequence, head, slot) : slot;
@@ -250,14 +253,14 @@ struct chosen_attention {
   __device__ void send_parts(int active) const {
     if (warp < rows) {  // a row's factors by a warp, one a lane
       const float2 part =
-          lane < active ? reinterpret_cast<const float2*>(outs_of(lane) + attention::most_rows * attention::pitch)[warp]
+          lane < active ? reinterpret_cast<const float2*>(outs_of(lane) + attention::max_rows * attention::pitch)[warp]
                         : make_float2(-infinity, 0);
       const float top = warp_max(part.x), factor = top > -infinity ? power_of_two(part.x - top) : 0.0f;
       const float sum = warp_sum(part.y * factor);
       if (lane < cluster_warps) factors[warp][lane] = factor;
       if (lane == 0) {
         blocks_of::send(part_state + (warp >> log_blocks) * blocks + rank, warp & (blocks - 1), make_float2(top, sum),
-                        asked.outputs);
+                        queries.outputs);
       }
     }
     __syncthreads();  // the factors are there
@@ -272,27 +275,27 @@ struct chosen_attention {
         x.x += part.x * factor, x.y += part.y * factor, x.z += part.z * factor, x.w += part.w * factor;
       }
       blocks_of::send(reinterpret_cast<float4*>(part_out + ((r >> log_blocks) * blocks + rank) * Dv + d),
-                      r & (blocks - 1), x, asked.outputs);
+                      r & (blocks - 1), x, queries.outputs);
     }
   }
 
   __device__ void finish_rows(index_t own_rows, const rows_view<Out>& out, const rows_view<float>& lse) const {
-    constexpr int most_parts = Alone ? 1 : most_cluster_blocks;
+    constexpr int max_parts = Alone ? 1 : max_cluster_blocks;
 #pragma unroll 1
     for (int i = thread; i < own_rows * Dv; i += cluster_threads) {
       const int own_row = i / Dv, d = i % Dv;
       const index_t r = (own_row << log_blocks) + rank;
-      float2 part[most_parts];
-      float held[most_parts], top = -infinity, sum = 0, x = 0;
+      float2 part[max_parts];
+      float held[max_parts], top = -infinity, sum = 0, x = 0;
 #pragma unroll
-      for (int block = 0; block < most_parts; ++block) {
+      for (int block = 0; block < max_parts; ++block) {
         const int place = own_row * blocks + block;
         part[block] = block < blocks ? part_state[place] : make_float2(-infinity, 0);
         held[block] = block < blocks ? part_out[place * Dv + d] : 0.0f;
         top = fmaxf(top, part[block].x);
       }
 #pragma unroll
-      for (int block = 0; block < most_parts; ++block) {
+      for (int block = 0; block < max_parts; ++block) {
         const float factor = part[block].y != 0 ? power_of_two(part[block].x - top) : 0.0f;
         x += held[block] * factor;
         sum += part[block].y * factor;
@@ -311,32 +314,32 @@ __global__ void __launch_bounds__(cluster_threads, 1)
     attend_pages_entry(const __grid_constant__ page_problem<View> p, Scorer scorer,
                        const __grid_constant__ page_choice c, const __grid_constant__ page_scratch to,
                        const __grid_constant__ cluster_layout layout, const __grid_constant__ rows_view<Out> out,
-                       const __grid_constant__ rows_view<float> lse, index_t most_chosen) {
+                       const __grid_constant__ rows_view<float> lse, index_t max_chosen) {
   using attention = cluster_attention<View>;
   using blocks_of = block_group<Alone>;
   constexpr int tokens = attention::tokens;
   extern __shared__ uint4 page_memory[];
   __shared__ page_choice_storage s;
-  __shared__ cluster_query<View::k_dim> asked;
-  __shared__ float factors[attention::most_rows][cluster_warps];
+  __shared__ cluster_query<View::k_dim> queries;
+  __shared__ float factors[attention::max_rows][cluster_warps];
   auto* const bytes = reinterpret_cast<unsigned char*>(page_memory);
-  auto* const own = reinterpret_cast<index_t*>(bytes + attention::slots_at(layout.bytes));
+  auto* const block_slots = reinterpret_cast<index_t*>(bytes + attention::slots_at(layout.bytes));
   const bool known = c.unit == selection_unit::token;  // how many are chosen: then they are counted where they arrive
-  const cluster_choice<View, Scorer, Alone, true> choice{p, scorer, c, to, layout, s, asked};
+  const cluster_choice<View, Scorer, Alone, true> choice{p, scorer, c, to, layout, s, queries};
   index_t read = 0, newest = 0;
   const bool put = choice.run(bytes, read, newest, [&](index_t place, index_t slot) {
     const index_t tile = place / tokens;
-    index_t* const at = own + (tile >> blocks_of::log_blocks()) * tokens + place % tokens;
+    index_t* const at = block_slots + (tile >> blocks_of::log_blocks()) * tokens + place % tokens;
     if (known)
-      blocks_of::send(at, tile & (blocks_of::blocks() - 1), slot, asked.slots);
+      blocks_of::send(at, tile & (blocks_of::blocks() - 1), slot, queries.slots);
     else
       blocks_of::store(at, tile & (blocks_of::blocks() - 1), slot);
   });
   const int blocks = blocks_of::blocks();
-  auto* const part_out = reinterpret_cast<float*>(bytes + attention::parts_at(layout.bytes, most_chosen, blocks));
+  auto* const part_out = reinterpret_cast<float*>(bytes + attention::parts_at(layout.bytes, max_chosen, blocks));
   auto* const part_state =
       reinterpret_cast<float2*>(part_out + attention::rows_each(c.tokens * c.group, blocks) * blocks * View::v_dim);
-  const chosen_attention<View, Out, Alone> attend{p, c, asked, factors, bytes, own, part_out, part_state};
+  const chosen_attention<View, Out, Alone> attend{p, c, queries, factors, bytes, block_slots, part_out, part_state};
   attend.run(put, put && known, read, newest, out, lse);
 }
 

@@ -17,9 +17,9 @@ namespace detail {
 /// What is staged at once: `unit_steps` times 16 columns of `layout.ring` pages. A ring of three such units is filled
 /// ahead of the products.
 struct staged_unit {
-  index_t page = 0;      // the first, from the block's first
-  int step = 0;          // the first
-  std::uint32_t at = 0;  // in the ring
+  index_t page = 0;          // the first, from the block's first
+  int step = 0;              // the first
+  std::uint32_t offset = 0;  // in the ring, in bytes
 };
 
 template <class View, class Scorer>
@@ -29,7 +29,7 @@ struct cluster_products {
   using pointers = typename shared::pointers;
   static constexpr int steps_at_once = staged_columns / step_columns, warps = cluster_warps;
 
-  const cluster_share& at;
+  const cluster_share& block_share;
   const pointers& memory;
   const T* const first_column;
   const index_t share, ring_pages;
@@ -37,32 +37,34 @@ struct cluster_products {
   const std::uint32_t ring_bytes;
 
   /// `steps`: of 16 columns, of all that is read.
-  __device__ cluster_products(const cluster_share& at_, const pointers& memory_, const T* first_column_,
+  __device__ cluster_products(const cluster_share& block_share_, const pointers& memory_, const T* first_column_,
                               const cluster_layout& layout, int steps_, int lane_, int warp_)
-      : at(at_),
+      : block_share(block_share_),
         memory(memory_),
         first_column(first_column_),
         share(layout.share),
         ring_pages(layout.ring),
         steps(steps_),
         // Where one group of pages is all, a unit has all columns that the ring can hold.
-        unit_steps(at_.end - at_.begin <= layout.ring && steps_ <= stages * steps_at_once ? steps_ : steps_at_once),
+        unit_steps(block_share_.end - block_share_.begin <= layout.ring && steps_ <= stages * steps_at_once
+                       ? steps_
+                       : steps_at_once),
         pitch(shared::staged_pitch(layout.ring)),
         lane(lane_),
         warp(warp_),
         ring_bytes(std::uint32_t(stages * staged_columns * pitch)) {}
 
-  __device__ bool there(const staged_unit& unit) const { return at.begin + unit.page < at.end; }
+  __device__ bool there(const staged_unit& unit) const { return block_share.begin + unit.page < block_share.end; }
   __device__ void go_on(staged_unit& unit) const {
     unit.step += unit_steps;
     if (unit.step >= steps) unit.step = 0, unit.page += ring_pages;
-    unit.at += std::uint32_t(staged_columns * pitch);
-    if (unit.at == ring_bytes) unit.at = 0;
+    unit.offset += std::uint32_t(staged_columns * pitch);
+    if (unit.offset == ring_bytes) unit.offset = 0;
   }
 
-  /// Starts a unit on its way, or nothing behind the last one.
+  /// Starts to copy a unit, or nothing behind the last one.
   __device__ void stage(staged_unit& unit) const {
-    const index_t from_page = at.begin + unit.page, pages = (min)(ring_pages, at.end - from_page);
+    const index_t from_page = block_share.begin + unit.page, pages = (min)(ring_pages, block_share.end - from_page);
     if (pages > 0) {
       const int from = unit.step * step_columns, count = (min)(unit_steps * step_columns, steps * step_columns - from);
 #pragma unroll 2
@@ -72,7 +74,8 @@ struct cluster_products {
 #pragma unroll 1
         for (int chunk = lane; chunk * 8 < pages; chunk += 32) {
           // Zeros where there is no column: memory may hold anything.
-          copy_async16(memory.ring + unit.at + std::uint32_t(i * pitch + chunk * 16), source + chunk * 8, column >= 0);
+          copy_async16(memory.ring + unit.offset + std::uint32_t(i * pitch + chunk * 16), source + chunk * 8,
+                       column >= 0);
         }
       }
       go_on(unit);
@@ -80,10 +83,10 @@ struct cluster_products {
     commit_copies();
   }
 
-  /// Adds the products of a staged unit with this warp's 32 pages. All loads, then all products: neither waits for one
-  /// of the other kind.
+  /// Adds the products of a staged unit with this warp's 32 pages. All loads come first, then all products, so that
+  /// neither kind waits for the other.
   __device__ void multiply_unit(const staged_unit& unit, float (&acc)[tile_width / 8][4]) const {
-    std::uint32_t from = memory.ring + unit.at + std::uint32_t(lane % 16 * pitch) +
+    std::uint32_t from = memory.ring + unit.offset + std::uint32_t(lane % 16 * pitch) +
                          std::uint32_t((warp * tile_width + lane / 16 * 8) * int(sizeof(T)));
     const T* weight = memory.weights + lane / 4 * shared::pitch + unit.step * step_columns + lane % 4 * 2;
 #pragma unroll 1
@@ -114,16 +117,17 @@ struct cluster_products {
     }
   }
 
-  /// A lane's part of a row: pages 8 j + 2 (l % 4) and the next one, j < 4, of the row l / 4 of this warp's 32 pages,
-  /// which begin `local` behind the block's first. Their products become logits, and `found` takes them in: the largest
-  /// that is seen, and the sum over seen slots of exp(logit - largest).
+  /// Turns products into logits and adds them to `found`: the largest logit that is seen, and the sum over seen slots
+  /// of exp(logit - largest). A lane has pages 8 j + 2 (l % 4) and the next one, j < 4, of row l / 4 of this warp's 32
+  /// pages, which begin `local` behind the block's first.
   __device__ void finish_tile(const logit_rule& rule, float scale, const slot_run& run, index_t last_slot, index_t r,
                               index_t row_stride, float* row_logits, index_t local,
                               const float (&acc)[tile_width / 8][4], float2& found) const {
-    const index_t first = local + lane % 4 * 2, page = at.page;
+    const index_t first = local + lane % 4 * 2, page = block_share.page;
     // Whether all of the tile is there, whole, and seen.
-    const bool plain = at.begin + local + tile_width <= at.end && run.begin <= (at.begin + local) * page &&
-                       (at.begin + local + tile_width) * page <= last_slot;
+    const bool plain = block_share.begin + local + tile_width <= block_share.end &&
+                       run.begin <= (block_share.begin + local) * page &&
+                       (block_share.begin + local + tile_width) * page <= last_slot;
     float x[tile_width / 4], seen[tile_width / 4];
     float highest = found.x;
 #pragma unroll
@@ -135,8 +139,8 @@ struct cluster_products {
     if (!plain) {
 #pragma unroll
       for (int j = 0; j < tile_width / 4; ++j) {
-        const index_t i = at.begin + first + j / 2 * 8 + j % 2;
-        seen[j] = i < at.end ? float((min)(last_slot, (i + 1) * page) - (max)(run.begin, i * page)) : 0.0f;
+        const index_t i = block_share.begin + first + j / 2 * 8 + j % 2;
+        seen[j] = i < block_share.end ? float((min)(last_slot, (i + 1) * page) - (max)(run.begin, i * page)) : 0.0f;
       }
     }
 #pragma unroll
@@ -147,10 +151,10 @@ struct cluster_products {
     }
 #pragma unroll
     for (int j = 0; j < tile_width / 8; ++j) {
-      if (at.fits) {
+      if (block_share.fits) {
         *reinterpret_cast<float2*>(memory.logits + r * share + first + j * 8) = make_float2(x[j * 2], x[j * 2 + 1]);
-      } else if (at.begin + first + j * 8 < at.end) {  // to device memory; rows have an even stride
-        *reinterpret_cast<float2*>(row_logits + r * row_stride + at.begin + first + j * 8) =
+      } else if (block_share.begin + first + j * 8 < block_share.end) {  // to device memory; rows have an even stride
+        *reinterpret_cast<float2*>(row_logits + r * row_stride + block_share.begin + first + j * 8) =
             make_float2(x[j * 2], x[j * 2 + 1]);
       }
     }
@@ -165,20 +169,20 @@ struct cluster_products {
     found.x = highest;
   }
 
-  /// All of the block's pages with the rows from `from` on, a lane's row being `from` + l / 4; `coming` is the next
-  /// unit to stage. `scales` and `runs` are read behind the first barrier here. Returns what a lane has found in its
-  /// pages.
+  /// Multiplies all of the block's pages with the rows from `from` on; a lane's row is `from` + l / 4. `coming` is the
+  /// next unit to stage. `scales` and `runs` are read after the first barrier here. Returns a lane's largest logit and
+  /// sum over its pages.
   __device__ float2 run(staged_unit coming, const logit_rule& rule, const page_choice& c, const float* scales,
                         const slot_run* runs, index_t from, const page_scratch& to) const {
     const index_t r = from + lane / 4;
     float2 found = make_float2(-infinity, 0);
     float acc[tile_width / 8][4] = {};
-    float* const row_logits = to.logits_of(at.row, 0);
+    float* const row_logits = to.logits_of(block_share.row, 0);
     staged_unit unit;
 #pragma unroll 1
     for (; there(unit); go_on(unit)) {
       const index_t local = unit.page + warp * tile_width;
-      const bool works = warp * tile_width < ring_pages && at.begin + local < at.end;
+      const bool works = warp * tile_width < ring_pages && block_share.begin + local < block_share.end;
       wait_copies<stages - 1>();
       __syncthreads();  // every thread's copies of this unit are there; before the first, so are weights, scales, runs
       if (works) multiply_unit(unit, acc);
@@ -189,9 +193,9 @@ struct cluster_products {
         commit_copies();
       }
       if (unit.step + unit_steps < steps || !works) continue;
-      if (r < at.rows) {
+      if (r < block_share.rows) {
         const slot_run run = runs[c.by_group.quotient(r)];
-        finish_tile(rule, scales[r], run, (min)(run.end, at.n), r, to.stride, row_logits, local, acc, found);
+        finish_tile(rule, scales[r], run, (min)(run.end, block_share.n), r, to.stride, row_logits, local, acc, found);
       }
 #pragma unroll
       for (int j = 0; j < tile_width / 8; ++j) acc[j][0] = acc[j][1] = 0;
@@ -200,8 +204,8 @@ struct cluster_products {
   }
 };
 
-/// The newest slots join their pages, in the block that has these. What a single one needs is asked for with all else
-/// that comes from memory, and used when it is there.
+/// Folds the newest slots into their pages, in the block that has those pages. A single slot's elements are loaded with
+/// everything else that comes from memory, and used when they have arrived.
 template <class View>
 struct newest_slots {
   using T = typename View::element_type;
@@ -209,7 +213,7 @@ struct newest_slots {
   int channel;  // the last D threads have one each
   bool folds;
   index_t page;  // of the newest slot
-  T fresh{}, low{}, high{};
+  T added{}, low{}, high{};
 
   __device__ newest_slots(const page_problem<View>& p, const read_plan& plan, const cluster_share& at, int thread)
       : channel(thread - (cluster_threads - D)),
@@ -217,7 +221,7 @@ struct newest_slots {
               channel >= 0),
         page(plan.page_of((max)(at.n - 1, 0))) {
     if (!folds || p.unfolded != 1) return;
-    fresh = p.view.key_element(at.sequence, at.head, at.n - 1, channel);
+    added = p.view.key_element(at.sequence, at.head, at.n - 1, channel);
     if (plan.page == 1) return;
     low = p.index.lower(at.row, channel)[page], high = p.index.upper(at.row, channel)[page];
   }
@@ -227,20 +231,21 @@ struct newest_slots {
       fold_slots(p.view, at.sequence, at.head, p.index, p.plans[at.sequence], (max)(0, at.n - p.unfolded), at.n,
                  at.begin, at.end, channel);
     } else if (at.page == 1) {
-      p.index.lower(at.row, channel)[page] = fresh;
+      p.index.lower(at.row, channel)[page] = added;
     } else {
       const bool first = page * at.page == at.n - 1;
-      p.index.lower(at.row, channel)[page] = T(lower_with(first ? not_a_number : float(low), float(fresh)));
-      p.index.upper(at.row, channel)[page] = T(upper_with(first ? not_a_number : float(high), float(fresh)));
+      p.index.lower(at.row, channel)[page] = T(lower_with(first ? not_a_number : float(low), float(added)));
+      p.index.upper(at.row, channel)[page] = T(upper_with(first ? not_a_number : float(high), float(added)));
     }
   }
 };
 
-/// Chooses by all blocks of a group (a cluster, or a block alone). Each has a share of a row's pages and hands their
-/// keys to all others; all find the cut, and each calls put(place, slot) for what is chosen of its own. `run` returns
-/// false in all blocks where the first one has written the choice and nothing was put; `read` gets the tokens that the
-/// row's plan attends, `newest_position` where the newest token stands. `Attends`: the launch attends what it chooses,
-/// of rows with at most `cluster_rows` queries, so nothing is kept for a second group of them.
+/// Chooses by all blocks of a group (a cluster, or a block alone). Each block has a share of a row's pages and sends
+/// their keys to all others. All find the cut, and each calls put(index, slot) for the chosen slots of its share. `run`
+/// returns false in all blocks where the first one has written the choice and `put` was not called. It sets `read` to
+/// the tokens that the row's plan attends, and `newest_position` to the position of the newest token. `Attends`: the
+/// launch attends the chosen slots. Rows then have at most `cluster_rows` queries, so nothing is stored for a second
+/// group of them.
 template <class View, class Scorer, bool Alone, bool Attends = false>
 struct cluster_choice {
   using T = typename View::element_type;
@@ -249,28 +254,28 @@ struct cluster_choice {
   using pointers = typename shared::pointers;
   static constexpr int D = View::k_dim, threads = cluster_threads, warps = cluster_warps;
   // Parts and ranges of keys that a lane merges: one of each of the group's warps.
-  static constexpr int merged = ((Alone ? 1 : most_cluster_blocks) * warps + 31) / 32;
+  static constexpr int merged = ((Alone ? 1 : max_cluster_blocks) * warps + 31) / 32;
 
   const page_problem<View>& p;
   const Scorer& scorer;
   const page_choice& c;
-  const page_scratch& to;
+  const page_scratch& scratch;
   const cluster_layout& layout;
   page_choice_storage& s;
-  cluster_query<D>& asked;
+  cluster_query<D>& queries;
   const int thread = int(threadIdx.x), lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0);
   const int rank = blocks_of::rank(), blocks = blocks_of::blocks();
 
   template <class Put>
   __device__ bool run(unsigned char* bytes, index_t& read, index_t& newest_position, const Put& put) const {
     begin();
-    // --- what must come from memory is asked for before the first of it is used ---
+    // --- everything that comes from memory is loaded before the first of it is used ---
     cluster_share at;
     at.head = index_t(blockIdx.y), at.sequence = index_t(blockIdx.z);
     at.row = at.sequence * p.view.kv_heads + at.head;
     at.group = c.group, at.rows = c.tokens * at.group;
-    if (thread < at.rows) asked.usable[thread] = true;
-    cluster_columns<View, Scorer> columns(p, scorer, c, asked, thread, lane, warp);
+    if (thread < at.rows) queries.usable[thread] = true;
+    cluster_columns<View, Scorer> columns(p, scorer, c, queries, thread, lane, warp);
     const read_plan plan = load_plan(p.plans + at.sequence);
     at.n = p.view.length(at.sequence, at.head), at.page = plan.page;
     const index_t position = p.first_position[at.sequence], room = p.index.capacity_of(at.row);
@@ -301,7 +306,7 @@ struct cluster_choice {
     estimate(at, memory, columns, bounds.limit, (both ? 2 : 1) * columns.second / step_columns, position, last);
     const bool uniform = s.uniform;
     if (at.fits && uniform) make_keys(at, memory, bounds, even);
-    if (!at.fits || !uniform || c.mass || bounds.whole() || bounds.room == 0) {
+    if (!at.fits || !uniform || c.mass || bounds.whole() || bounds.units_to_choose == 0) {
       blocks_of::arrive();  // logits in device memory are seen behind it
       blocks_of::wait();
       if (rank == 0) choose_by_first(at, memory, bounds, even, uniform);
@@ -311,21 +316,21 @@ struct cluster_choice {
     if (at.begin < even.items) {
       const uint2 range = all_keys(memory);
       constexpr int at_once = Attends ? keys_at_once_with_attention : keys_at_once;
-      const key_range cut = find_cut<at_once>(s, even, memory.keys, range.x, range.y, unsigned(bounds.room));
+      const key_range cut = find_cut<at_once>(s, even, memory.keys, range.x, range.y, unsigned(bounds.units_to_choose));
       write_chosen<at_once>(s, even, bounds, plan.page, memory.keys, cut, at.begin, (min)(at.end, even.items), put);
     }
     return true;
   }
 
  private:
-  /// Nothing here reads what an earlier launch may still write.
+  /// Reads nothing that an earlier launch may still write.
   __device__ void begin() const {
     if (thread == 0) {
-      blocks_of::begin(asked.parts), blocks_of::begin(asked.keys);
-      blocks_of::begin(asked.slots), blocks_of::begin(asked.outputs);
+      blocks_of::begin(queries.parts), blocks_of::begin(queries.keys);
+      blocks_of::begin(queries.slots), blocks_of::begin(queries.outputs);
     }
     blocks_of::say_started();
-    touch_parameter(p), touch_parameter(c), touch_parameter(to);
+    touch_parameter(p), touch_parameter(c), touch_parameter(scratch);
     for (int bin = thread; bin < page_choice_storage::bins; bin += threads) s.histogram[bin] = 0;
     wait_for_earlier();
     let_later_begin();
@@ -354,28 +359,28 @@ struct cluster_choice {
         }
         if (at.begin >= at.end) __syncthreads();  // no products: the same for what is done without them
       }
-      const float2 found = products.run(coming, p.rule, c, asked.scale, s.runs, from, to);
+      const float2 found = products.run(coming, p.rule, c, queries.scale, s.runs, from, scratch);
       // The last warp: it has pages to multiply only where shares are long.
       if (from == 0 && warp == warps - 1) find_cuts(s, c, p.plans[at.sequence], limit);
       if (from == 0) blocks_of::wait_for_start();
       send_parts(memory, found, mine, r, parts_each);
     }
-    if (thread == 0) blocks_of::expect(asked.parts, at.rows * parts_each * index_t(sizeof(float2)));
-    __syncthreads();  // logits, cuts and, of a block alone, parts: what this block's warps have left for each other
-    if constexpr (!Alone) blocks_of::wait_for(asked.parts);  // what the blocks have sent
-    if (at.fits && (!s.uniform || c.mass)) {  // whoever looks at single slots finds the logits in device memory
+    if (thread == 0) blocks_of::expect(queries.parts, at.rows * parts_each * index_t(sizeof(float2)));
+    __syncthreads();  // this block's logits, cuts and, of a block alone, parts are visible to its warps
+    if constexpr (!Alone) blocks_of::wait_for(queries.parts);  // what the blocks have sent
+    if (at.fits && (!s.uniform || c.mass)) {                   // single slots are looked up in device memory
 #pragma unroll 1
       for (index_t r = 0; r < at.rows; ++r) {
 #pragma unroll 1
         for (index_t i = thread; at.begin + i < at.end; i += threads)
-          to.logits_of(at.row, r)[at.begin + i] = memory.logits[r * layout.share + i];
+          scratch.logits_of(at.row, r)[at.begin + i] = memory.logits[r * layout.share + i];
       }
     }
     merge_parts(at, memory, parts_each);
     __syncthreads();  // every row's softmax is there
   }
 
-  /// What a warp's lanes have found of a row, four of them each, goes to all blocks.
+  /// Sends to all blocks what a warp's lanes have found of a row, four lanes a row.
   __device__ void send_parts(const pointers& memory, const float2& found, bool mine, index_t r, int parts_each) const {
     const float highest = fmaxf(fmaxf(found.x, __shfl_xor_sync(~0u, found.x, 1)),
                                 fmaxf(__shfl_xor_sync(~0u, found.x, 2), __shfl_xor_sync(~0u, found.x, 3)));
@@ -383,10 +388,10 @@ struct cluster_choice {
     all += __shfl_xor_sync(~0u, all, 1);
     all += __shfl_xor_sync(~0u, all, 2);
     if (!mine) return;
-    const float2 part = asked.usable[r] ? make_float2(highest, all) : make_float2(-infinity, 0);
+    const float2 part = queries.usable[r] ? make_float2(highest, all) : make_float2(-infinity, 0);
 #pragma unroll 1
     for (int of = lane % 4; of < blocks; of += 4)
-      blocks_of::send(memory.parts + r * parts_each + rank * warps + warp, of, part, asked.parts);
+      blocks_of::send(memory.parts + r * parts_each + rank * warps + warp, of, part, queries.parts);
   }
 
   __device__ void merge_parts(const cluster_share& at, const pointers& memory, int parts_each) const {
@@ -399,18 +404,18 @@ struct cluster_choice {
         mine[i] = i * 32 + lane < parts_each ? memory.parts[r * parts_each + i * 32 + lane] : make_float2(-infinity, 0);
         highest = fmaxf(highest, mine[i].x);
       }
-      finish_row(s, c, at.row, r, warp_max(highest), [&](float most) {
+      finish_row(s, c, at.row, r, warp_max(highest), [&](float largest) {
         float sum = 0;
 #pragma unroll
         for (int i = 0; i < merged; ++i) {
-          if (mine[i].y > 0) sum += mine[i].y * fast_exp(mine[i].x - most);
+          if (mine[i].y > 0) sum += mine[i].y * fast_exp(mine[i].x - largest);
         }
         return sum;
       });
     }
   }
 
-  /// Keys of the block's pages, where each is seen whole or not at all, go to all blocks, and so do their ranges.
+  /// Sends the keys of the block's pages, and their range, to all blocks, where each page is seen whole or not at all.
   __device__ void make_keys(const cluster_share& at, const pointers& memory, const page_bounds& bounds,
                             const even_items& even) const {
     unsigned low = ~0u, high = 0;
@@ -441,21 +446,21 @@ struct cluster_choice {
           const index_t four = first + (j >> blocks_of::log_blocks()) * 4;
           if (of == rank || at.begin + four >= at.end) continue;
           uint4* const mine = reinterpret_cast<uint4*>(memory.keys + at.begin + four);
-          blocks_of::send(mine, of, *mine, asked.keys);
+          blocks_of::send(mine, of, *mine, queries.keys);
         }
       }
     }
     if (thread == 0) {
       const index_t others = ceil_div(bounds.pages, 4) - ceil_div(at.end - at.begin, 4);
-      blocks_of::expect(asked.keys, others * index_t(sizeof(uint4)) + blocks * warps * index_t(sizeof(uint2)));
+      blocks_of::expect(queries.keys, others * index_t(sizeof(uint4)) + blocks * warps * index_t(sizeof(uint2)));
     }
     low = __reduce_min_sync(~0u, low), high = __reduce_max_sync(~0u, high);
-    if (lane < blocks) blocks_of::send(memory.ranges + rank * warps + warp, lane, make_uint2(low, high), asked.keys);
+    if (lane < blocks) blocks_of::send(memory.ranges + rank * warps + warp, lane, make_uint2(low, high), queries.keys);
     if constexpr (!Alone) __syncthreads();  // this block's keys are there
-    blocks_of::wait_for(asked.keys);        // and those of the others, and the ranges of all warps
+    blocks_of::wait_for(queries.keys);      // and those of the others, and the ranges of all warps
   }
 
-  /// The smallest and the largest key of all.
+  /// The smallest and the largest of all keys.
   __device__ uint2 all_keys(const pointers& memory) const {
     unsigned low = ~0u, high = 0;
 #pragma unroll
@@ -466,11 +471,11 @@ struct cluster_choice {
     return make_uint2(__reduce_min_sync(~0u, low), __reduce_max_sync(~0u, high));
   }
 
-  /// What few rows need: the first block chooses, by logits in device memory.
+  /// The rare case: the first block chooses alone, by logits in device memory.
   __device__ void choose_by_first(const cluster_share& at, const pointers& memory, const page_bounds& bounds,
                                   const even_items& even, bool uniform) const {
     const index_t items = uniform ? even.items : even.items + (bounds.tokens ? s.cut_count : 0);
-    const page_items of{s, c, to, p.plans[at.sequence], at.row, bounds.limit, items, bounds.tokens};
+    const page_items of{s, c, scratch, p.plans[at.sequence], at.row, bounds.limit, items, bounds.tokens};
     unsigned* const keys = at.fits ? memory.keys : c.keys + at.row * c.key_stride;
     choose_row(s, of, bounds, keys, uniform && at.fits);
   }
@@ -483,9 +488,9 @@ __global__ void __launch_bounds__(cluster_threads, 1)
                         const __grid_constant__ cluster_layout layout) {
   extern __shared__ uint4 page_memory[];
   __shared__ page_choice_storage s;
-  __shared__ cluster_query<View::k_dim> asked;
+  __shared__ cluster_query<View::k_dim> queries;
   index_t* const out = c.out + (index_t(blockIdx.z) * p.view.kv_heads + index_t(blockIdx.y)) * c.out_stride;
-  const cluster_choice<View, Scorer, Alone> choice{p, scorer, c, to, layout, s, asked};
+  const cluster_choice<View, Scorer, Alone> choice{p, scorer, c, to, layout, s, queries};
   index_t read, newest;
   choice.run(reinterpret_cast<unsigned char*>(page_memory), read, newest,
              [&](index_t place, index_t slot) { out[place] = slot; });

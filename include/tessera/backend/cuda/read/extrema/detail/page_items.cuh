@@ -42,33 +42,34 @@ struct alignas(16) row_softmax {
   }
 };
 
-/// What the rows of a group make of logits, and where their pages must be cut; in shared memory.
+/// The softmax of a group's rows, and where their pages must be cut; in shared memory.
 struct page_rows {
-  static constexpr int most_cuts = 2 * most_step_tokens;
-  row_softmax softmax[most_query_rows];
-  slot_run runs[most_step_tokens];
-  bool sees[most_step_tokens];   // where every page is seen whole or not at all
-  index_t cuts[most_cuts];       // ascending slots within pages at which some row begins or ends to see
-  index_t cut_items[most_cuts];  // the item that begins there
+  static constexpr int max_cuts = 2 * max_step_tokens;
+  row_softmax softmax[max_query_rows];
+  slot_run runs[max_step_tokens];
+  bool sees[max_step_tokens];   // where every page is seen whole or not at all
+  index_t cuts[max_cuts];       // ascending slots within pages at which some row begins or ends to see
+  index_t cut_items[max_cuts];  // the item that begins there
   index_t cut_count;
   bool uniform;  // every token of the step sees all items or none
 };
 
-/// Of a block of 256 to 1,024 threads that chooses.
+/// Shared memory of a block of 256 to 1,024 threads that chooses.
 struct page_choice_storage : page_rows {
-  static constexpr int most_warps = 32, bins = 1024, most_listed = 32;
+  static constexpr int max_warps = 32, bins = 1024, max_listed = 32;
   alignas(16) unsigned histogram[bins];
-  unsigned warp_total[most_warps], warp_low[most_warps], warp_high[most_warps];
-  uint2 before[most_warps], within[most_warps];  // units above the cut and at it
+  unsigned warp_total[max_warps], warp_low[max_warps], warp_high[max_warps];
+  uint2 earlier[max_warps], within[max_warps];  // units above the cut and at it
   unsigned bin, above, in_bin, listed;
-  uint2 list[most_listed];  // keys of a bin, in any order, and their units
-  float sums[most_warps][4];
+  uint2 list[max_listed];  // keys of a bin, in any order, and their units
+  float sums[max_warps][4];
 };
 
 /// How many slots and pages of a row are ranked; the newest are forced.
 struct page_bounds {
-  index_t n, pages, forced, limit, room, wanted;  // `limit`: slots before the forced ones; `room`: units to choose
-  index_t unit, missing;                          // slots of a unit, and those that the last page lacks
+  index_t n, pages, forced, limit, units_to_choose,
+      wanted;             // `limit`: slots before the forced ones; `units_to_choose`: beside the forced ones
+  index_t unit, missing;  // slots of a unit, and those that the last page lacks
   bool tokens;
   __device__ page_bounds(const page_choice& p, const read_plan& plan, index_t n_) : n(n_) {
     pages = plan.pages_of(n);
@@ -77,23 +78,23 @@ struct page_bounds {
     forced = tokens || tail == 0 ? 0 : pages - plan.page_of(n - tail);
     limit = tokens ? n - tail : (min)(n, (pages - forced) * plan.page);
     wanted = (min)((max)(forced, plan.pages_of(plan.read)), pages);
-    room = tokens ? plan.read - tail : wanted - forced;
+    units_to_choose = tokens ? plan.read - tail : wanted - forced;
     unit = tokens ? 1 : plan.page;
     missing = pages * plan.page - n;
   }
   __device__ bool whole() const { return !tokens && wanted == pages; }
   /// Slots that are chosen; where pages are forced, the others are full ones. `last`: the last item is among them.
   __device__ index_t count(bool last) const {
-    return room * unit + n - limit - (!tokens && forced == 0 && last ? missing : 0);
+    return units_to_choose * unit + n - limit - (!tokens && forced == 0 && last ? missing : 0);
   }
 };
 
-/// The pages of one row as a selection sees them. Items are what is ranked: pages, or where single tokens are chosen
-/// what is left of pages when they are cut where some row begins or ends to see.
+/// The pages of one row as a selection ranks them, in items. Items are pages. Where single tokens are chosen, items are
+/// the parts of pages that are cut where some row begins or ends to see.
 struct page_items {
   page_rows& s;
   const page_choice& p;
-  const page_scratch& from;
+  const page_scratch& scratch;
   const read_plan& plan;  // in device memory
   index_t row;
   index_t limit;  // slots before the forced ones
@@ -112,8 +113,8 @@ struct page_items {
   }
   __device__ index_t end(index_t item) const { return item + 1 == items ? limit : begin(item + 1); }
   __device__ unsigned weight(index_t item) const { return tokens ? unsigned(end(item) - begin(item)) : 1u; }
-  /// This many units are one item, where all but a short last one are alike; 1 where that is not known.
-  __device__ unsigned one() const { return 1; }
+  /// How many units an item has, where all but a short last one are alike; 1 where that is not known.
+  __device__ unsigned usual_weight() const { return 1; }
 
   __device__ __noinline__ unsigned key_of_slot(index_t slot) const {
     float sum = 0;
@@ -122,7 +123,7 @@ struct page_items {
       if (slot < s.runs[t].begin || slot >= s.runs[t].end) continue;
       any = true;
       for (index_t r = t * p.group; r < (t + 1) * p.group; ++r) {
-        const float logit = from.logits_of(row, r)[plan.page_of(slot)];
+        const float logit = scratch.logits_of(row, r)[plan.page_of(slot)];
         if (s.softmax[r].speaks) sum += weigh(logit, r);
       }
     }
@@ -136,7 +137,7 @@ struct page_items {
     }
     return best;
   }
-  /// Keys of four neighbouring items, where all that is seen is seen whole; 0 beyond the end.
+  /// Keys of four neighbouring items, where every item is seen whole or not at all; 0 beyond the end.
   __device__ uint4 quad(index_t q) const {
     float4 sum = make_float4(0, 0, 0, 0);
     bool any = false;
@@ -148,7 +149,7 @@ struct page_items {
         const index_t held = (min)(index_t(4), (t + 1) * p.group - r);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (i < held) x[i] = reinterpret_cast<const float4*>(from.logits_of(row, r + i))[q];
+          if (i < held) x[i] = reinterpret_cast<const float4*>(scratch.logits_of(row, r + i))[q];
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -165,7 +166,7 @@ struct page_items {
   }
 };
 
-/// The same where all pages are seen whole or not at all: items are pages.
+/// The same where every page is seen whole or not at all: items are pages.
 struct even_items {
   const page_choice& p;
   index_t row, limit, items, page, full, last;  // slots or pages that an item counts, and those of the last one
@@ -177,10 +178,10 @@ struct even_items {
   __device__ index_t begin(index_t item) const { return item * page; }
   __device__ index_t end(index_t item) const { return item + 1 == items ? limit : (item + 1) * page; }
   __device__ unsigned weight(index_t item) const { return unsigned(item + 1 == items ? last : full); }
-  __device__ unsigned one() const { return unsigned(full); }
+  __device__ unsigned usual_weight() const { return unsigned(full); }
 };
 
-/// One row's softmax from the largest logit that it sees and the lanes' sums of exp(logit - top), given that top.
+/// Computes one row's softmax from the largest logit that it sees and the lanes' sums of exp(logit - top).
 template <class Sum>
 __device__ void finish_row(page_rows& s, const page_choice& p, index_t row, index_t r, float top, const Sum& sum_for) {
   const bool speaks = top > -infinity;
@@ -203,11 +204,11 @@ __device__ inline void merge_tiles(page_rows& s, const page_choice& p, const pag
     const float2 mine = lane < tiles ? from.partial(row, lane, r) : make_float2(-infinity, 0);
     float top = mine.x;
     for (index_t tile = lane + 32; tile < tiles; tile += 32) top = fmaxf(top, from.partial(row, tile, r).x);
-    finish_row(s, p, row, r, warp_max(top), [&](float most) {
-      float sum = mine.y > 0 ? mine.y * fast_exp(mine.x - most) : 0.0f;
+    finish_row(s, p, row, r, warp_max(top), [&](float largest) {
+      float sum = mine.y > 0 ? mine.y * fast_exp(mine.x - largest) : 0.0f;
       for (index_t tile = lane + 32; tile < tiles; tile += 32) {
         const float2 part = from.partial(row, tile, r);
-        if (part.y > 0) sum += part.y * fast_exp(part.x - most);
+        if (part.y > 0) sum += part.y * fast_exp(part.x - largest);
       }
       return sum;
     });
@@ -243,7 +244,7 @@ __device__ __noinline__ inline void find_cuts(page_rows& s, const page_choice& p
   s.cut_count = count;
 }
 
-/// What the chosen slots hold of each row's probabilities, in the order of a fixed split over threads.
+/// Sums the probabilities of the chosen slots for each row, in the order of a fixed split over threads.
 __device__ inline void sum_mass(page_choice_storage& s, const page_items& rows_of, const index_t* out, index_t count) {
   const page_choice& p = rows_of.p;
   const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
@@ -258,7 +259,7 @@ __device__ inline void sum_mass(page_choice_storage& s, const page_items& rows_o
         const index_t r = first + u;
         if (r >= rows || !s.softmax[r].speaks) continue;
         const slot_run& run = s.runs[r / p.group];
-        const float weight = rows_of.weigh(rows_of.from.logits_of(rows_of.row, r)[of_page], r);
+        const float weight = rows_of.weigh(rows_of.scratch.logits_of(rows_of.row, r)[of_page], r);
         if (slot >= run.begin && slot < run.end && weight == weight) held[u] += weight;
       }
     }

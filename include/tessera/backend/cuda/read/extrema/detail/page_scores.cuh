@@ -11,7 +11,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// What the queries of one kv_head's group ask of an estimate: channels, sides and scales, found by every thread block.
+// What an estimate needs of the queries of a kv_head's group: channels, sides and scales. Every thread block computes
+// it.
 
 namespace detail {
 
@@ -19,10 +20,10 @@ template <int D>
 struct page_query_storage {
   alignas(16) unsigned weight[D];  // ordered bits of the sum of |q| over the usable rows
   float total[D];                  // sum of q over them
-  index_t place[D];                // of a chosen channel, from 0; otherwise at least the number of chosen ones
-  float scale[most_query_rows];
-  bool usable[most_query_rows];  // whether every element of the row is finite; another row says nothing
-  slot_run runs[most_step_tokens];
+  index_t rank[D];                 // of a chosen channel, from 0; of others at least the number of chosen ones
+  float scale[max_query_rows];
+  bool usable[max_query_rows];  // whether every element of the row is finite; other rows are left out
+  slot_run runs[max_step_tokens];
 };
 
 /// Reads the rows of one group into `q` [rows, D] and fills the storage, with the CPU's choice of channels: its sums
@@ -72,12 +73,12 @@ __device__ void read_page_query(page_query_storage<View::k_dim>& s, typename Vie
     __syncthreads();
   }
   if (channels == D) {
-    for (int d = thread; d < D; d += Threads) s.place[d] = d;
+    for (int d = thread; d < D; d += Threads) s.rank[d] = d;
   } else {
-    // A channel's place is the number of those before it. Places need not ascend by channel.
+    // A channel's rank is the number of channels before it. Ranks need not ascend by channel.
     const int part = thread % parts;
     for (int d = thread / parts; d < (D + 31) / 32 * 32; d += Threads / parts) {
-      int before = 0;
+      int earlier = 0;
       if (d < D) {
         // Of equal ones the lower channel comes first: those below d count from `own` on, the others from own + 1.
         const unsigned own = s.weight[d];
@@ -85,17 +86,17 @@ __device__ void read_page_query(page_query_storage<View::k_dim>& s, typename Vie
         for (int j = begin; j < begin + D / parts; j += 4) {
           const uint4 others = *reinterpret_cast<const uint4*>(s.weight + j);
           if (j / 4 == d / 4) {
-            before +=
+            earlier +=
                 (others.x > own || (others.x == own && j < d)) + (others.y > own || (others.y == own && j + 1 < d)) +
                 (others.z > own || (others.z == own && j + 2 < d)) + (others.w > own || (others.w == own && j + 3 < d));
           } else {
             const unsigned least = own + (j > d);
-            before += (others.x >= least) + (others.y >= least) + (others.z >= least) + (others.w >= least);
+            earlier += (others.x >= least) + (others.y >= least) + (others.z >= least) + (others.w >= least);
           }
         }
       }
-      if (parts == 2) before = lanes_sum<2>(before);
-      if (d < D && part == 0) s.place[d] = before;
+      if (parts == 2) earlier = lanes_sum<2>(earlier);
+      if (d < D && part == 0) s.rank[d] = earlier;
     }
   }
   __syncthreads();
@@ -104,7 +105,7 @@ __device__ void read_page_query(page_query_storage<View::k_dim>& s, typename Vie
     for (int d = lane; d < D; d += 32) {
       const float x = std::abs(float(q[r * D + d]));
       whole += x;
-      chosen += s.place[d] < channels ? x : 0.0f;
+      chosen += s.rank[d] < channels ? x : 0.0f;
     }
     const float scale = scorer.row_scale(p.rule.scale_for(D), warp_sum(chosen), warp_sum(whole));
     if (lane == 0) s.scale[r] = scale;
@@ -120,11 +121,11 @@ inline constexpr int page_threads = 256, page_warps = page_threads / 32;
 inline constexpr int tile_pages = 128;  // four of a lane
 inline constexpr int chunk_rows = 8;    // query rows whose products a thread holds
 
-/// Where one kernel leaves for the next what it found; row = sequence * kv_heads + head.
+/// Results of one kernel for the next; row = sequence * kv_heads + head.
 struct page_scratch {
   float* logits;     // [rows, query_rows, stride], scaled and capped; NaN where not below infinity
   float2* partials;  // [rows, tiles, query_rows]: largest logit seen, sum over seen slots of exp(logit - largest)
-  slot_run* runs;    // [rows, most_step_tokens]
+  slot_run* runs;    // [rows, max_step_tokens]
   index_t stride;    // a multiple of tile_pages
   index_t query_rows;
   index_t tiles_each;  // that a block makes at a time
@@ -178,7 +179,7 @@ template <class View>
 __device__ void publish_runs(const page_query_storage<View::k_dim>& s, index_t tokens, index_t row,
                              const page_scratch& to) {
   if (blockIdx.x == 0 && threadIdx.x < unsigned(tokens))
-    to.runs[row * most_step_tokens + threadIdx.x] = s.runs[threadIdx.x];
+    to.runs[row * max_step_tokens + threadIdx.x] = s.runs[threadIdx.x];
 }
 
 template <class T>
@@ -310,10 +311,10 @@ __global__ void __launch_bounds__(page_threads, 3)
     // A channel's column is its first side that a row takes; the other, where rows differ, stands `channels` behind.
     bool both = false;
     for (int d = thread; d < D; d += page_threads) {
-      const int place = s.place[d];
-      if (place >= channels) continue;
-      both |= lay_out_column(s, q, p.index, scorer, plan.page == 1, row, rows, chunk, held, d, columns[place],
-                             columns[channels + place], weights[place], weights[channels + place]);
+      const int rank = s.rank[d];
+      if (rank >= channels) continue;
+      both |= lay_out_column(s, q, p.index, scorer, plan.page == 1, row, rows, chunk, held, d, columns[rank],
+                             columns[channels + rank], weights[rank], weights[channels + rank]);
     }
     const int count = __syncthreads_or(both) ? 2 * channels : channels;
     const auto make_tile = [&](index_t tile) {

@@ -68,15 +68,15 @@ __device__ void for_keys(const unsigned* keys, index_t count, const F& of) {
   }
 }
 
-/// The cut that leaves `room` units of the items with keys in [low, high], 0 < room < all of them: bins over the range,
-/// again over the bin that holds the cut, until it holds few items, one of them or one value. The histogram is clear
-/// before and after.
+/// Finds the cut that leaves `room` units of the items with keys in [low, high], 0 < room < all of them. It counts keys
+/// in bins over the range, then in bins over the bin of the cut, and so on, until that bin has few items or one value.
+/// The histogram is clear before and after.
 template <int AtOnce, class Items>
 __device__ key_range find_cut(page_choice_storage& s, const Items& of, const unsigned* keys, unsigned low,
                               unsigned high, unsigned room) {
   constexpr int bits = 10;
   static_assert(page_choice_storage::bins == 1 << bits);
-  const unsigned few = (page_choice_storage::most_listed - 1) * of.one();
+  const unsigned few = (page_choice_storage::max_listed - 1) * of.usual_weight();
   for (unsigned need = room;;) {
     const int shift = (max)(0, 32 - bits - __clz(int(high - low)));
     for_keys<AtOnce>(keys, of.items, [&](unsigned key, index_t i) {
@@ -109,8 +109,9 @@ __device__ key_range find_cut(page_choice_storage& s, const Items& of, const uns
   }
 }
 
-/// Calls put(place, slot) for the chosen ones of items [from, to), places and slots ascending: every item with a key
-/// above the cut, and of those at it the first, `need` units of them. Who has the last item writes the row's count.
+/// Calls put(index, slot) for the chosen slots of items [from, to), with ascending indices and slots: every item with a
+/// key above the cut, and of the items at the cut the first `need` units. The block with the last item writes the row's
+/// count.
 template <int AtOnce, class Items, class Put>
 __device__ void write_chosen(page_choice_storage& s, const Items& of, const page_bounds& b, index_t page,
                              const unsigned* keys, const key_range& cut, index_t from, index_t to, const Put& put) {
@@ -131,9 +132,9 @@ __device__ void write_chosen(page_choice_storage& s, const Items& of, const page
   for (index_t i = first; i < (min)(first + each, to); ++i) count(keys[i], i, within);
   before = make_uint2(__reduce_add_sync(~0u, before.x), __reduce_add_sync(~0u, before.y));
   const uint2 up_to = inclusive_sum(within, lane);
-  if (lane == 31) s.before[warp] = before, s.within[warp] = up_to;
+  if (lane == 31) s.earlier[warp] = before, s.within[warp] = up_to;
   __syncthreads();
-  before = lane < warps ? s.before[lane] : make_uint2(0, 0);
+  before = lane < warps ? s.earlier[lane] : make_uint2(0, 0);
   if (lane < warp) before.x += s.within[lane].x, before.y += s.within[lane].y;
   unsigned above = __reduce_add_sync(~0u, before.x) + up_to.x - within.x;
   unsigned equal = __reduce_add_sync(~0u, before.y) + up_to.y - within.y;
@@ -171,19 +172,19 @@ __device__ void write_chosen(page_choice_storage& s, const Items& of, const page
   }
 }
 
-/// Writes the forced slots of a row: all stand behind the others.
+/// Writes the forced slots of a row, behind all others.
 template <class Put>
 __device__ void write_forced(const page_bounds& b, const Put& put) {
-  const index_t before = b.room * b.unit;
+  const index_t before = b.units_to_choose * b.unit;
 #pragma unroll 1
   for (index_t slot = b.limit + index_t(threadIdx.x); slot < b.n; slot += int(blockDim.x)) {
     put(before + slot - b.limit, slot);
   }
 }
 
-/// Chooses and writes what is read of one row of more slots than that, by one block. The histogram is clear; `ready`:
-/// the keys are made. Not inlined: it would double the code of a kernel that seldom runs it, and kernels that take
-/// turns wait for their instructions.
+/// Chooses and writes the slots that are read of a row with more slots than that, by one block. The histogram is clear.
+/// `ready`: the keys are made. Not inlined: it would double the code of a kernel that seldom runs it, and kernels that
+/// alternate wait for their instructions.
 __device__ __noinline__ inline void choose_row(page_choice_storage& s, const page_items& of, const page_bounds& b,
                                                unsigned* keys, bool ready) {
   const page_choice& p = of.p;
@@ -196,7 +197,7 @@ __device__ __noinline__ inline void choose_row(page_choice_storage& s, const pag
   } else {
     write_forced(b, put);
   }
-  if (b.whole() || b.room == 0) {
+  if (b.whole() || b.units_to_choose == 0) {
     if (thread == 0) p.counts[of.row] = b.whole() ? b.n : b.count(false);
   } else {
     unsigned low = ~0u, high = 0;
@@ -222,8 +223,8 @@ __device__ __noinline__ inline void choose_row(page_choice_storage& s, const pag
     low = __reduce_min_sync(~0u, s.warp_low[other]), high = __reduce_max_sync(~0u, s.warp_high[other]);
     const auto choose = [&](const auto& items) {
       write_chosen<keys_at_once>(s, items, b, of.plan.page, keys,
-                                 find_cut<keys_at_once>(s, items, keys, low, high, unsigned(b.room)), 0, items.items,
-                                 put);
+                                 find_cut<keys_at_once>(s, items, keys, low, high, unsigned(b.units_to_choose)), 0,
+                                 items.items, put);
     };
     if (s.uniform)
       choose(even_items(p, of.plan, of.row, b));
@@ -236,7 +237,7 @@ __device__ __noinline__ inline void choose_row(page_choice_storage& s, const pag
   }
 }
 
-/// A row that is read whole.
+/// Writes all slots of a row that is read whole.
 __device__ __noinline__ inline void choose_all(const page_choice& p, index_t row, index_t n) {
   const index_t rows = p.tokens * p.group;
   const int threads = int(blockDim.x);
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(choose_threads, 1)
   const read_plan plan = load_plan(p.plans + row / p.kv_heads);
   if (n <= plan.read) return choose_all(p, row, n);
   for (int bin = thread; bin < page_choice_storage::bins; bin += choose_threads) s.histogram[bin] = 0;
-  if (thread < p.tokens) s.runs[thread] = from.runs[row * most_step_tokens + thread];
+  if (thread < p.tokens) s.runs[thread] = from.runs[row * max_step_tokens + thread];
   const page_bounds bounds(p, plan, n);
   merge_tiles(s, p, from, row, ceil_div(bounds.pages, tile_pages));
   if (thread < 32) {

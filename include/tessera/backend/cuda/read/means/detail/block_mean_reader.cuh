@@ -13,8 +13,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Recipes that read the best blocks of packed rows and all that are not packed. The means lie in the segments; nothing
-/// is kept here.
+/// The reader of recipes that read the best blocks of packed rows and all whole rows. The means lie in the segments;
+/// the reader stores nothing.
 template <class Recipe, class View, class Out>
 class block_mean_reader : public reader_without_index<Recipe, View, Out> {
   using T = typename View::element_type;
@@ -38,15 +38,15 @@ class block_mean_reader : public reader_without_index<Recipe, View, Out> {
     const auto& layout = recipe.layout;
     const auto& read = recipe.retrieve;
     const segment_formats formats = formats_of(layout, read.selector.block);
-    const index_t most_block = formats.alike ? formats.block : (std::max)(formats.block, strategy_blocks.front());
+    const index_t max_block = formats.alike ? formats.block : (std::max)(formats.block, strategy_blocks.front());
     return {{read.scorer, read.selector, read.tokens, options.sequences, shape.kv_heads, shape.q_heads,
-             options.step_tokens, options.tokens, most_segments(layout, options.tokens),
+             options.step_tokens, options.tokens, max_segments(layout, options.tokens),
              segment_limits{formats.widest_k, formats.widest_v, formats.least_block, formats.alike}, device},
-            ceil_div(read.tokens, formats.block) * formats.block + (formats.alike ? 0 : 2 * most_block)};
+            ceil_div(read.tokens, formats.block) * formats.block + (formats.alike ? 0 : 2 * max_block)};
   }
   void adopt(operation&& fitted) { step_ = std::move(fitted); }
 
-  /// `chosen`: blocks.
+  /// Sets `chosen` to blocks.
   bool choose(index_t, const View& view, const rows_view<const T>& q, const index_t* first, const logit_rule& rule,
               const rows_view<Out>& out, const rows_view<float>& lse, selection_view& chosen,
               cudaStream_t stream) const {
@@ -63,7 +63,7 @@ class block_mean_reader : public reader_without_index<Recipe, View, Out> {
   offset_t attended(const planned<Recipe>&, offset_t n, const head_place& of) const {
     return of.newest + (std::min<offset_t>)(n - of.newest, step_.read);
   }
-  /// Nothing beside what the store reads: means lie in its segments.
+  /// 0: means lie in the segments, whose bytes the store counts.
   static offset_t bytes_read(const planned<Recipe>&, offset_t, const head_place&) { return 0; }
 
  private:

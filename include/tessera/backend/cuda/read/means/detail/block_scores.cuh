@@ -23,17 +23,17 @@ struct score_memory {
   static constexpr int warp = 2 * (stage + bits), begins = q + scoring_warps * warp;
 };
 
-/// Adds up what a row's values give with q, of which a lane has its own copy: element c lies at c * 128 bytes.
+/// Adds up the products of a row's values with q. A lane has its own copy of q: element c lies at c * 128 bytes.
 template <class Way>
 struct scored_row {
   static constexpr int in_word = values_in_word<Way::element>;
   const unsigned char* shared;
   float (&sums)[2];
 
-  __device__ __forceinline__ void operator()(std::uint32_t at, const std::uint32_t* words, int j) const {
+  __device__ __forceinline__ void operator()(std::uint32_t position, const std::uint32_t* words, int j) const {
 #pragma unroll
     for (int i = 0; i < Way::group; ++i) {
-      sums[j / 2 % 2] += *reinterpret_cast<const float*>(shared + at + i * 128) *
+      sums[j / 2 % 2] += *reinterpret_cast<const float*>(shared + position + i * 128) *
                          value_of<Way::element>(words[(j + i) / in_word], (j + i) % in_word);
     }
   }
@@ -43,12 +43,12 @@ struct scored_row {
 struct scored_blocks {
   float* row;            ///< of the (sequence, kv_head)
   index_t first, total;  ///< the segment's first block, and how many there are in all segments
-  bool again, last;      ///< queries were scored before; none come behind these
+  bool continues, last;  ///< earlier queries were scored; no queries follow
 
-  /// Of the segment's block i.
-  __device__ __forceinline__ void put(index_t i, float score) const {
+  /// Stores the score of the segment's block i.
+  __device__ __forceinline__ void store(index_t i, float score) const {
     const index_t b = first + i;
-    if (again) {
+    if (continues) {
       const float best = row[b];  // its own, of the queries before
       if (!(score > best || best != best)) score = best;
     }
@@ -59,16 +59,16 @@ struct scored_blocks {
 };
 
 /// The mean keys of one segment, read by one warp: lane l has row l of every 32. Bits, and values of up to 64 bytes,
-/// come while rows before them are walked along; of longer rows, 128 bytes at a time take both stages. Bits are copied
-/// and not loaded: a warp that waits for one load waits for all, also for those of the next rows that it has just
-/// begun.
+/// are copied while earlier rows are walked. Longer rows come 128 bytes at a time, which take both stages. Bits are
+/// copied and not loaded: a warp that waits for one load waits for all, also for those of the next rows that it has
+/// just begun.
 template <int D, class Tile>
 class staged_means {
   using memory = score_memory<D>;
-  using places = row_places<memory::stage / 64>;
+  using layout = row_layout<memory::stage / 64>;
 
  public:
-  /// `stages`: where its stages lie in the block's shared memory.
+  /// `stages`: where the warp's stages begin in the block's shared memory.
   __device__ staged_means(const packed_vectors& rows, index_t head, const unsigned char* shared, unsigned stages)
       : values_(rows.values_of(head, 0)),
         bits_(rows, head),
@@ -76,16 +76,15 @@ class staged_means {
         address_(shared_address(shared)),
         stages_(stages),
         chunks_(unsigned(value_stride(rows.format.value_bytes())) / 16),
-        kept_(int(rows.format.stored_channels)),
+        value_count_(int(rows.format.stored_channels)),
         way_(way_of<D>(rows.format)),
         pieces_(chunks_ <= 4 ? 0 : ceil_div(int(chunks_), 8)) {}
 
   /// Begins to copy the first 32 rows for `score`.
   __device__ __forceinline__ void begin(index_t first, index_t end) const { begin_tile(first, end, 0); }
-  /// q . row for rows first, first + scoring_threads, ... to `end`, 32 at a time, of which the first have begun to
-  /// come.
+  /// q . row for rows first, first + scoring_threads, ... to `end`, 32 at a time. The copy of the first 32 has begun.
   __device__ __forceinline__ void score(index_t first, index_t end, const unsigned char* shared,
-                                        const scored_blocks& take) {
+                                        const scored_blocks& out) {
     constexpr index_t step = scoring_threads;
     if (first >= end) return;
     const auto scale_of = [&](index_t row) __attribute__((always_inline)) {
@@ -114,7 +113,7 @@ class staged_means {
       } else {
         begin_tile(tile + step, end, 0);
       }
-      if (const index_t i = tile + lane_here(); i < end) take.put(i, (sums[0] + sums[1]) * scale);
+      if (const index_t i = tile + lane_here(); i < end) out.store(i, (sums[0] + sums[1]) * scale);
       scale = next_scale;
     }
     wait_copies<0>();
@@ -127,13 +126,13 @@ class staged_means {
   template <class Way>
   __device__ __forceinline__ void multiply(index_t tile, index_t end, const unsigned char* shared,
                                            const std::uint32_t (&bits)[words], int stage, float (&sums)[2]) {
-    constexpr int each = values_in_word<Way::element> * 32;  // of a piece of 128 bytes
-    row_walk<places, Way, Way::group * 128> walk(bits, std::uint32_t(lane_here() * 4));
+    constexpr int piece_values = values_in_word<Way::element> * 32;  // of a piece of 128 bytes
+    row_walk<layout, Way, Way::group * 128> walk(bits, std::uint32_t(lane_here() * 4));
     const scored_row<Way> visit{shared, sums};
-    const unsigned row = values_place(stage) + places::row(unsigned(lane_here()), pieces_ == 0 ? 64 : 128);
-    if (pieces_ <= 1) return walk.walk(kept_, shared, row, visit);
+    const unsigned row = values_place(stage) + layout::row(unsigned(lane_here()), pieces_ == 0 ? 64 : 128);
+    if (pieces_ <= 1) return walk.walk(value_count_, shared, row, visit);
     for (int piece = 0;;) {
-      walk.walk_up((min)(kept_ - piece * each, each), shared, row, visit);
+      walk.walk_up((min)(value_count_ - piece * piece_values, piece_values), shared, row, visit);
       if (++piece == pieces_) break;
       __syncwarp();  // all have read the piece
       copy(tile, end, piece, 0);
@@ -158,26 +157,26 @@ class staged_means {
     }
     commit_copies();
   }
-  /// Begins to copy a piece of 32 rows; those that are not there become 0.
+  /// Begins to copy a piece of 32 rows; rows behind the end become 0.
   __device__ __forceinline__ void copy(index_t tile, index_t end, int piece, int stage) const {
     if (pieces_ == 0)
       copy_chunks<4>(tile, end, 0, values_place(stage));
     else
       copy_chunks<8>(tile, end, piece, values_place(stage));
   }
-  /// Pieces of so many chunks of 16 bytes.
+  /// Copies pieces of `Chunks` chunks of 16 bytes.
   template <int Chunks>
   __device__ __forceinline__ void copy_chunks(index_t tile, index_t end, int piece, unsigned stage) const {
     constexpr int rows = 32 / Chunks, bytes = Chunks * 16;  // of one copy by all lanes, and of a piece
     const int lane = lane_here();
-    const auto place = [&](int row) {
+    const auto address_of = [&](int row) {
       return own_address(address_ + stage +
-                         places::byte(places::row(unsigned(row), bytes), unsigned(lane % Chunks * 16)));
+                         layout::byte(layout::row(unsigned(row), bytes), unsigned(lane % Chunks * 16)));
     };
-    // Eight rows on, a piece has the same place.
+    // Eight rows further a piece has the same address within its rows.
     std::uint32_t to[8 / rows];
 #pragma unroll
-    for (int i = 0; i < 8 / rows; ++i) to[i] = place(lane / Chunks + i * rows);
+    for (int i = 0; i < 8 / rows; ++i) to[i] = address_of(lane / Chunks + i * rows);
     const unsigned own = unsigned(piece * Chunks + lane % Chunks);  // of the row's chunks
     const index_t row = tile + lane / Chunks;
     const unsigned chunk = unsigned(row) * chunks_ + own;
@@ -196,13 +195,13 @@ class staged_means {
   std::uint32_t address_;
   unsigned stages_;  // where the warp's two begin
   unsigned chunks_;  // of 16 bytes that a row has
-  int kept_, way_;
+  int value_count_, way_;
   int pieces_;  // of 128 bytes; 0: rows are short
 };
 
-/// A block scores `together` blocks of rows of one (sequence, kv_head), a thread one at a time. With one row of
-/// queries, q stands in shared memory once for every lane of a warp: lanes read other channels in each step, and none
-/// waits for another's bank.
+/// A thread block scores `together` blocks of rows of one (sequence, kv_head), a thread one at a time. With one row of
+/// queries, shared memory has a copy of q for every lane of a warp: lanes read different channels in each step, and
+/// none waits for another's bank.
 template <class View, class Tile>
 __global__ void __launch_bounds__(scoring_threads, 3)
     score_blocks_entry(const __grid_constant__ View view, rotated_rows rotated, bool largest, index_t together,
@@ -248,8 +247,8 @@ __global__ void __launch_bounds__(scoring_threads, 3)
 #pragma unroll
       for (int c = 0; c < own; ++c) q[(warp * own + c) * 32 + lane] = __shfl_sync(~0u, mine, c);
       __syncthreads();
-      const scored_blocks take{row, begins[s], total, r > 0, r == rows - 1};
-      staged.score(begin, end, shared, take);
+      const scored_blocks out{row, begins[s], total, r > 0, r == rows - 1};
+      staged.score(begin, end, shared, out);
     }
   }
   if (!waited) wait();
@@ -267,12 +266,12 @@ __global__ void __launch_bounds__(scoring_threads, 3)
 template <class View, class Tile = typename View::element_type>
 class score_blocks {
  public:
-  /// `capacity`: the most blocks that a (sequence, kv_head) ever has.
-  score_blocks(index_t capacity, index_t most_segments)
-      : capacity_(capacity), most_segments_(most_segments), device_(device_info::current()) {
+  /// `capacity`: an upper bound of the blocks of a (sequence, kv_head).
+  score_blocks(index_t capacity, index_t max_segments)
+      : capacity_(capacity), max_segments_(max_segments), device_(device_info::current()) {
     entry_ = detail::score_blocks_entry<View, Tile>;
     allow_shared(entry_, shared_bytes(), device_,
-                 "scoring the blocks of " + std::to_string(most_segments) + " segments");
+                 "scoring the blocks of " + std::to_string(max_segments) + " segments");
     overlapping_ = can_overlap(entry_);
   }
 
@@ -299,9 +298,9 @@ class score_blocks {
     return index_t(share / detail::scored_together + 1) * detail::scored_together;
   }
   std::size_t shared_bytes() const {
-    return std::size_t(detail::score_memory<View::k_dim>::begins) + std::size_t(most_segments_ + 1) * sizeof(index_t);
+    return std::size_t(detail::score_memory<View::k_dim>::begins) + std::size_t(max_segments_ + 1) * sizeof(index_t);
   }
-  index_t capacity_, most_segments_;
+  index_t capacity_, max_segments_;
   device_info device_;
   bool overlapping_ = false;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.

@@ -1,5 +1,5 @@
-// Retrieval by segments of the text on the device: the mean key of every segment is read, the tokens of the best are
-// attended.
+// Retrieval by segments of the text on the device: the mean key of every segment is read, and the tokens of the best
+// ones are attended.
 #pragma once
 
 #include <algorithm>
@@ -15,9 +15,9 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Holds, of every place, the sum of each segment's keys by kv_head, and of the answer's segment that is being written
-/// the sum of its queries: the device's cpu::segment_reader. Its views are `segmented_view`s. The choice lies in this
-/// object's memory until the next call.
+/// The device's cpu::segment_reader. An entry is a (layer, sequence). For every entry it holds by kv_head the sum of
+/// each segment's keys, and the sum of the queries of the segment that the answer is writing. Its views are
+/// `segmented_view`s. The choice lies in this object's memory until the next call.
 /// Bytes    of an index k_dim fp32 a segment; room for as many segments as tokens, which cache_options::index_tokens
 ///          bounds.
 template <class Recipe, class View, class Out>
@@ -38,7 +38,7 @@ class segment_reader : public slot_reader {
         select_(recipe.retrieve.selector, options.sequences * shape.kv_heads, tokens_, device, recipe.retrieve.tokens),
         firsts_(heads() * std::size_t(tokens_)),
         sums_(firsts_.size() * k_dim),
-        held_(heads()),
+        stored_(heads()),
         queries_(heads() * k_dim),
         spoken_(heads()),
         scores_(std::size_t(sequences_ * heads_) * std::size_t(tokens_)),
@@ -50,12 +50,13 @@ class segment_reader : public slot_reader {
         ids_(1, options.sequences, 1) {
     host_vector<index_t> ids(std::size_t(options.sequences), 0);
     std::iota(ids.begin(), ids.end(), 0);
-    check(cudaMemcpy(ids_.of({}), ids.data(), ids.size() * sizeof(index_t), cudaMemcpyHostToDevice), "cudaMemcpy");
+    check(cudaMemcpy(ids_.entry({}), ids.data(), ids.size() * sizeof(index_t), cudaMemcpyHostToDevice), "cudaMemcpy");
     check(cudaMemset(spoken_.data(), 0xff, spoken_.bytes()), "cudaMemset");
     check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
   }
 
-  /// What another budget needs; `adopt` puts it in place.   Errors   plans that keep more than the index was made for.
+  /// The operation for another budget; `adopt` uses it from now on.   Errors   plans that keep more than the index was
+  /// made for.
   using operation = select_slots<typename policy::selector_type>;
   operation fit(const Recipe& recipe, const model_shape& shape, const cache_options& options,
                 const device_info& device) const {
@@ -70,13 +71,13 @@ class segment_reader : public slot_reader {
   host_vector<detail::gathered_column> gathered() const { return {plans_.gathered(), ids_.gathered()}; }
   void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
     const index_t read = policies.plan.read;
-    set_number(plans_.of({0, id}), segment_plan{read, scorer_.protected_tail(read)}, stream);
+    set_number(plans_.entry({0, id}), segment_plan{read, scorer_.protected_tail(read)}, stream);
   }
-  /// Whoever gets the id next begins with nothing.
+  /// The next sequence with this id begins with nothing.
   void clear(index_t id, cudaStream_t stream) {
     for (index_t layer = 0; layer < layers_; ++layer) {
       const std::size_t first = (std::size_t(layer) * std::size_t(sequences_) + std::size_t(id)) * std::size_t(heads_);
-      check(cudaMemsetAsync(held_.data() + first, 0, std::size_t(heads_) * sizeof(segment_runs), stream),
+      check(cudaMemsetAsync(stored_.data() + first, 0, std::size_t(heads_) * sizeof(segment_runs), stream),
             "cudaMemsetAsync");
       check(cudaMemsetAsync(spoken_.data() + first, 0xff, std::size_t(heads_) * sizeof(spoken_segment), stream),
             "cudaMemsetAsync");
@@ -84,9 +85,9 @@ class segment_reader : public slot_reader {
   }
 
   void refresh(sequence_layer owner, const View& view, index_t, cudaStream_t stream) const {
-    means_.build(view, index(owner.layer, ids_.of({0, owner.id})), stream);
+    means_.build(view, index(owner.layer, ids_.entry({0, owner.id})), stream);
   }
-  /// What an answer has said so far.
+  /// Copies the state of the answer.
   void copy(index_t from, index_t to, cudaStream_t stream) const {
     for (index_t layer = 0; layer < layers_; ++layer) {
       const auto row = [&](index_t id) { return (std::size_t(layer) * sequences_ + id) * std::size_t(heads_); };
@@ -120,13 +121,13 @@ class segment_reader : public slot_reader {
   template <class ReadView>
   void complete(index_t, const index_t*, const ReadView&, const rows_view<Out>&, cudaStream_t) const {}
 
-  /// Of heads that hold so many tokens, were each a segment of its own: how many segments there are only the device
-  /// knows.
+  /// Bytes of heads with `longest` tokens, as if each were a segment: only the device knows how many segments there
+  /// are.
   offset_t bytes(const planned<Recipe>&, index_t longest) const {
     const offset_t state = k_dim * offset_t(sizeof(float)) + offset_t(sizeof(segment_runs) + sizeof(spoken_segment));
     return heads_ * (longest * offset_t(k_dim * sizeof(float) + sizeof(index_t)) + state);
   }
-  /// Of the last step. Synchronises.
+  /// Tokens that the last step attended. Synchronises.
   offset_t attended(const planned<Recipe>& policies, offset_t n, const head_place& of) const {
     return runs_read(of) == 0 ? n : (std::min<offset_t>)(n, policies.plan.read);
   }
@@ -140,8 +141,8 @@ class segment_reader : public slot_reader {
     return downloaded(spoken_.data() + layer_major{sequences_}.index(of.owner) * heads_ + of.head, 1)[0].runs;
   }
   segment_index index(index_t layer, const index_t* ids) const {
-    return {firsts_.data(), sums_.data(),         held_.data(), queries_.data(),
-            spoken_.data(), layer * sequences_, ids,          tokens_};
+    return {firsts_.data(),     sums_.data(), stored_.data(), queries_.data(), spoken_.data(),
+            layer * sequences_, ids,          tokens_};
   }
 
   index_t heads_, sequences_, layers_, tokens_;
@@ -149,15 +150,15 @@ class segment_reader : public slot_reader {
   float scale_;
   segment_means<View, typename policy::scorer_type> means_;
   operation select_;
-  device_buffer<index_t> firsts_;  // the index, by place and head: see segment_index
+  device_buffer<index_t> firsts_;  // the index, by entry and head: see segment_index
   device_buffer<float> sums_;
-  device_buffer<segment_runs> held_;
+  device_buffer<segment_runs> stored_;
   device_buffer<float> queries_;
   device_buffer<spoken_segment> spoken_;
   device_buffer<float> scores_;
   device_buffer<index_t> indices_, counts_, keep_, tail_;  // by row of the batch
   id_column<segment_plan> plans_;
-  id_column<index_t> ids_;  // each its own: so a batch knows its places
+  id_column<index_t> ids_;  // by id the id: so a batch knows its entries
 };
 
 template <class Recipe, class View, class Out>

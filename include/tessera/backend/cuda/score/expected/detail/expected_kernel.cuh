@@ -28,7 +28,7 @@ struct expected_kernel {
       const int part = id / (panel * chunks), r = id / chunks % panel, chunk = id % chunks;
       const T* from = (part ? p.moments.low : p.moments.high) + offset_t(row) * D * D + (first + r) * D + chunk * 8;
       const bool valid = first + r < D;
-      copy_async16(to + std::uint32_t(part * panel_bytes) + score_rows_staged<D>().place(r, chunk),
+      copy_async16(to + std::uint32_t(part * panel_bytes) + score_rows_staged<D>().offset(r, chunk),
                    valid ? from : p.moments.high, valid);
     }
   }
@@ -66,7 +66,7 @@ struct expected_kernel {
       for (int m = 0; m < key_tiles; ++m) {
 #pragma unroll
         for (int s = 0; s < D / 16; ++s)
-          load_matrices(k[m][s], keys + score_rows_staged<D>().place(m * 16 + lane % 16, s * 2 + lane / 16));
+          load_matrices(k[m][s], keys + score_rows_staged<D>().offset(m * 16 + lane % 16, s * 2 + lane / 16));
       }
       __syncwarp();
       put(mine + step);
@@ -127,7 +127,7 @@ struct expected_kernel {
         for (int part = 0; part < 2; ++part) {
           std::uint32_t b[4];
           load_matrices(b, square + std::uint32_t(part * panel_bytes) +
-                               score_rows_staged<D>().place(c * 16 + matrix / 2 * 8 + in_matrix, s * 2 + matrix % 2));
+                               score_rows_staged<D>().offset(c * 16 + matrix / 2 * 8 + in_matrix, s * 2 + matrix % 2));
 #pragma unroll
           for (int m = 0; m < key_tiles; ++m) {
             multiply<T>(product[m][0], k[m][s], b[0], b[1]);
@@ -166,7 +166,7 @@ struct expected_hopper_kernel {
   static constexpr std::size_t shared_bytes = std::size_t(heads * head_bytes + align);
 
   struct keys {
-    std::uint32_t of[D / 16][4];
+    std::uint32_t words[D / 16][4];
 
     /// Two rows of a lane, as a warp's products take them.
     __device__ void load(const View& view, const scored_head& at, index_t first, int lane) {
@@ -184,8 +184,8 @@ struct expected_hopper_kernel {
           } else {
             chunk = decoded_chunk<T>(row + c * 32, scale);
           }
-          of[c * 2][half] = chunk.x, of[c * 2][half + 2] = chunk.y;
-          of[c * 2 + 1][half] = chunk.z, of[c * 2 + 1][half + 2] = chunk.w;
+          words[c * 2][half] = chunk.x, words[c * 2][half + 2] = chunk.y;
+          words[c * 2 + 1][half] = chunk.z, words[c * 2 + 1][half + 2] = chunk.w;
         }
       }
     }
@@ -196,7 +196,7 @@ struct expected_hopper_kernel {
     for (int id = threadIdx.x; id < here * 2 * each; id += threads) {
       const int head = id / (2 * each), part = id / each % 2, r = id / chunks % D, chunk = id % chunks;
       const T* from = (part ? p.moments.low : p.moments.high) + (offset_t(row) + head) * D * D + r * D + chunk * 8;
-      copy_async16(to + std::uint32_t(head * head_bytes + part * part_bytes) + wide::place(D, r, chunk), from, true);
+      copy_async16(to + std::uint32_t(head * head_bytes + part * part_bytes) + wide::offset(D, r, chunk), from, true);
     }
     commit_copies();
   }
@@ -283,13 +283,13 @@ struct expected_hopper_kernel {
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
           const std::uint32_t from =
-              square + std::uint32_t(part * part_bytes + s % 4 * 32) + wide::place(D, 0, s / 4 * 8);
-          wide::multiply(product, k.of[s], wide::operand(from + std::uint32_t(slice * 64 * 128)),
+              square + std::uint32_t(part * part_bytes + s % 4 * 32) + wide::offset(D, 0, s / 4 * 8);
+          wide::multiply(product, k.words[s], wide::operand(from + std::uint32_t(slice * 64 * 128)),
                          s > slice * 4 || part > 0);
         }
       }
       wide::commit();
-      const auto key = [&](int n, int half) { return unpacked_pair<T>(k.of[slice * 4 + n / 2][n % 2 * 2 + half]); };
+      const auto key = [&](int n, int half) { return unpacked_pair<T>(k.words[slice * 4 + n / 2][n % 2 * 2 + half]); };
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         const float2 middle = mean[slice * 32 + n * 4 + lane % 4];

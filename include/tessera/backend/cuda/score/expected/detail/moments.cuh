@@ -91,10 +91,10 @@ __global__ void __launch_bounds__(moments_threads)
     take(i + pairs, j, t10 * v.x - t11 * v.y);
     take(i + pairs, j + pairs, t10 * v.y + t11 * v.x);
   };
-  float most = 0;  // of a covariance the largest element lies on the diagonal
+  float largest = 0;  // of a covariance the largest element lies on the diagonal
   for (int i = threadIdx.x; i < pairs; i += moments_threads)
-    rotated(i, i, [&](int, int, double x) { most = fmaxf(most, fabsf(float(x))); });
-  parts[threadIdx.x] = most;
+    rotated(i, i, [&](int, int, double x) { largest = fmaxf(largest, fabsf(float(x))); });
+  parts[threadIdx.x] = largest;
   __syncthreads();
   for (int half = moments_threads / 2; half > 0; half /= 2) {
     if (int(threadIdx.x) < half) parts[threadIdx.x] = fmaxf(parts[threadIdx.x], parts[threadIdx.x + half]);
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(moments_threads)
 
 }  // namespace detail
 
-/// Of the queries to come of every (sequence, query head), by what those of the prompt were like.
+/// Estimates mean and covariance of the queries to come, for every (sequence, query head), from those of the prompt.
 /// Shapes   statistics [sequences], next [sequences], frequencies [D / 2], turns [sequences, D / 2].   Cost  two small
 ///          launches.
 template <class T, int D>
@@ -142,24 +142,24 @@ void make_moments(const query_statistics* statistics, const float* frequencies, 
 
 namespace detail {
 
-/// The exponentials of some logits, beside the largest of them. A NaN has no part in it.
+/// The sum of exponentials of some logits, relative to the largest of them. NaN is left out.
 struct exp_sum {
-  float most, sum;  // of none: -infinity and 0
+  float largest, sum;  // without logits: -infinity and 0
 
   __device__ void add(float logit) {
     if (!(logit > -infinity)) return;
-    if (logit > most) {
-      sum = sum * expf(most - logit) + 1;
-      most = logit;
+    if (logit > largest) {
+      sum = sum * expf(largest - logit) + 1;
+      largest = logit;
     } else {
-      sum += expf(logit - most);
+      sum += expf(logit - largest);
     }
   }
   __device__ void add(const exp_sum& other) {
-    if (other.most == -infinity) return;
-    const float larger = fmaxf(most, other.most);
-    sum = (most == -infinity ? 0 : sum * expf(most - larger)) + other.sum * expf(other.most - larger);
-    most = larger;
+    if (other.largest == -infinity) return;
+    const float larger = fmaxf(largest, other.largest);
+    sum = (largest == -infinity ? 0 : sum * expf(largest - larger)) + other.sum * expf(other.largest - larger);
+    largest = larger;
   }
 };
 

@@ -16,9 +16,9 @@ template <class T>
 struct wide_product {
   using sums = float[8][4];  // of a warp's rows: eight columns a time, as mma.cuh's
 
-  /// Where the 16 bytes `chunk` of row `row` of `rows` lie: rows of 128 bytes, their chunks exchanged. Begins at 1024
-  /// bytes.
-  TESSERA_HD static constexpr std::uint32_t place(int rows, int row, int chunk) {
+  /// Where the 16 bytes `chunk` of row `row` of `rows` begin, in bytes. Rows have 128 bytes, and their chunks are
+  /// exchanged. The memory begins on 1024 bytes.
+  TESSERA_HD static constexpr std::uint32_t offset(int rows, int row, int chunk) {
     return std::uint32_t(chunk / 8 * rows * 128 + row * 128 + ((chunk ^ row) & 7) * 16);
   }
   /// b: row n has column n, 64 of them from a multiple of 8 on; `address` of the first row's chunk of elements k, a
@@ -26,7 +26,7 @@ struct wide_product {
   __device__ static std::uint64_t operand(std::uint32_t address) {
     return std::uint64_t(address >> 4 & 0x3fffu) | 1ull << 16 | 64ull << 32 | 1ull << 62;
   }
-  /// What was written to shared memory is seen by products; before a barrier.
+  /// Makes writes to shared memory visible to products. Called before a barrier.
   __device__ static void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
   __device__ static void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -113,17 +113,17 @@ struct encode_problem {
 };
 
 /// `count` whole rows of a layer of a sequence, from `first` on, that join its segment `segment`. The segment has
-/// `held` rows before; `slot` is where the device counts them.
+/// `stored` rows before; `slot` is where the device counts them.
 struct joining_rows {
   sequence_layer owner;
-  index_t segment, slot, held, first, count;
+  index_t segment, slot, stored, first, count;
 };
 
 namespace detail {
 
 inline constexpr int encoding_warps = 5, encoding_threads = encoding_warps * 32, largest_encoded_block = 128;
 /// Of a chunk whose vectors are packed by warps, because there are so few chunks that the time is one vector's.
-inline constexpr int most_rows_by_warps = 16;
+inline constexpr int max_rows_by_warps = 16;
 
 /// Behind the rows stand the means of their blocks, added in the rows' order. By all threads.
 __device__ inline void average_blocks(float* turned, int stride, int rows, int block, int channels) {
@@ -153,7 +153,7 @@ __device__ void encode_side(const encode_problem<View>& p, index_t sequence, ind
   const int thread = int(threadIdx.x), warp = thread / 32;
   const bool keys = part != encoded_part::values;
   // Rows come while tables are read; where only the device knows how many there are, none is asked for.
-  if (chunk_rows <= most_rows_by_warps && !p.counts) {
+  if (chunk_rows <= max_rows_by_warps && !p.counts) {
     constexpr int row_lines = ceil_div(D * 2, 128);
 #pragma unroll 1
     for (int i = thread; i < int((min)(chunk_rows, p.count - chunk * chunk_rows)) * row_lines; i += encoding_threads) {
@@ -194,7 +194,7 @@ __device__ void encode_side(const encode_problem<View>& p, index_t sequence, ind
   const int first = part == encoded_part::means ? rows : 0, last = rows + (block > 0 ? ceil_div(rows, block) : 0);
   const auto plane_of = [&](int i) -> const packed_vectors& { return i < rows ? to : segment.means; };
   const auto place_of = [&](int i) { return i < rows ? held + from + i : (held + from) / block + i - rows; };
-  if (chunk_rows <= most_rows_by_warps) {
+  if (chunk_rows <= max_rows_by_warps) {
 #pragma unroll 1
     for (int i = first + warp; i < last; i += encoding_warps)
       pack_vector_by_warp<D>(to.format, plane_of(i), head, place_of(i), turned + i * stride);
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(encoding_threads, 3)
   wait_for_earlier();
   let_later_begin();
   const index_t problem = index_t(blockIdx.z) / parts, of_problem = index_t(blockIdx.z) % parts;
-  const encode_problem<View>& p = list.of[problem];
+  const encode_problem<View>& p = list.problems[problem];
   const index_t heads = p.view.whole.kv_heads, sequence = index_t(blockIdx.y) / heads,
                 head = index_t(blockIdx.y) % heads, chunk = index_t(blockIdx.x);
   const encoded_part part = of_problem == 1   ? encoded_part::values
@@ -233,7 +233,7 @@ template <class View>
 __global__ void __launch_bounds__(128)
     count_encoded_entry(const __grid_constant__ problem_list<encode_problem<View>> list) {
   let_later_begin();
-  const encode_problem<View>& p = list.of[blockIdx.y];
+  const encode_problem<View>& p = list.problems[blockIdx.y];
   const index_t heads = p.view.whole.kv_heads, lane_row = index_t(blockIdx.x * 128 + threadIdx.x);
   const bool mine = lane_row < p.view.whole.sequences * heads;
   index_t *rows = nullptr, counted = 0;
@@ -296,8 +296,8 @@ class encode_rows {
     }
     in_lists(problems, count, [&](const problem_list<encode_problem<View>>& list, index_t some) {
       index_t rows = 0;
-      for (index_t i = 0; i < some; ++i) rows = (std::max)(rows, list.of[i].count);
-      const index_t lanes = list.of[0].view.whole.sequences * list.of[0].view.whole.kv_heads;
+      for (index_t i = 0; i < some; ++i) rows = (std::max)(rows, list.problems[i].count);
+      const index_t lanes = list.problems[0].view.whole.sequences * list.problems[0].view.whole.kv_heads;
       if (lanes > 0 && rows > 0) launch_list(list, some, lanes, rows, stream);
     });
   }

@@ -41,7 +41,7 @@ __device__ void sum_moment(const View& view, index_t sequence, index_t head, ind
         const auto* source = Keys ? view.whole.key(sequence, head, slot) : view.whole.value(sequence, head, slot);
         x = *reinterpret_cast<const uint4*>(source + c * 8);
       }
-      *reinterpret_cast<uint4*>(shared + staged.place(row, c)) = x;
+      *reinterpret_cast<uint4*>(shared + staged.offset(row, c)) = x;
     }
     __syncthreads();
     if (!works) continue;
@@ -49,10 +49,11 @@ __device__ void sum_moment(const View& view, index_t sequence, index_t head, ind
     for (int step = 0; step < moment_tile_rows / 16; ++step) {
       std::uint32_t a[4], b[4];
       load_matrices_transposed(a,
-                               address + staged.place(step * 16 + in_matrix + matrix / 2 * 8, tile * 2 + matrix % 2));
+                               address + staged.offset(step * 16 + in_matrix + matrix / 2 * 8, tile * 2 + matrix % 2));
 #pragma unroll
       for (int n = 0; n < D / 16; ++n) {
-        load_matrices_transposed(b, address + staged.place(step * 16 + in_matrix + matrix % 2 * 8, n * 2 + matrix / 2));
+        load_matrices_transposed(b,
+                                 address + staged.offset(step * 16 + in_matrix + matrix % 2 * 8, n * 2 + matrix / 2));
         multiply<T>(acc[n * 2], a, b[0], b[1]);
         multiply<T>(acc[n * 2 + 1], a, b[2], b[3]);
       }
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(Threads) add_pieces_entry(float* sums, index_t
 
 }  // namespace detail
 
-/// The sums of x x^T over whole rows `first`, ... of every head, of keys and of values.
+/// Sums x x^T over whole rows from `first` on of every head, for keys and for values.
 ///
 /// Returns  [lanes, k_dim * k_dim + v_dim * v_dim] fp32 at the beginning of the workspace: of each (sequence, kv_head)
 ///          its keys' matrix and its values'. Same input, same bits.
@@ -114,10 +115,11 @@ class second_moments {
                 "tessera: the device packs raw rows of fp16 and bf16");
 
  public:
-  static constexpr std::size_t each = std::size_t(D) * D + std::size_t(Dv) * Dv;
+  /// Floats of a (sequence, kv_head).
+  static constexpr std::size_t lane_floats = std::size_t(D) * D + std::size_t(Dv) * Dv;
   static index_t pieces(index_t count) { return (std::max)(1, ceil_div(count, piece_rows)); }
   static std::size_t workspace_bytes(index_t lanes, index_t count) {
-    return array_bytes<float>(std::size_t(pieces(count)) * std::size_t(lanes) * each);
+    return array_bytes<float>(std::size_t(pieces(count)) * std::size_t(lanes) * lane_floats);
   }
 
   const float* run(const View& view, index_t first, index_t count, void* workspace, cudaStream_t stream) const {
@@ -131,16 +133,15 @@ class second_moments {
             .threads = dim3(detail::moment_threads),
             .shared_bytes = std::size_t(staged_rows{largest / 8}.bytes()) * detail::moment_tile_rows},
            stream, "launch of second_moments", view, first, count, piece_rows, strips, sums);
-    const offset_t total = offset_t(lanes) * offset_t(each);
+    const offset_t total = offset_t(lanes) * offset_t(lane_floats);
     launch(detail::add_pieces_entry<256>, {.blocks = dim3(unsigned((total + 255) / 256)), .threads = dim3(256)}, stream,
            "launch of add_pieces", sums, pieces(count), total);
     return sums;
   }
 };
 
-/// Where bases are written: `run` of them side by side, the first of each run `step` floats behind that of the run
-/// before.
-struct basis_places {
+/// Where bases are written: `run` of them side by side; each run begins `step` floats behind the previous one.
+struct basis_targets {
   index_t run = 1;
   offset_t step = 0;
   TESSERA_HD offset_t begin(index_t i, offset_t each) const { return i / run * step + i % run * each; }
@@ -150,7 +151,7 @@ namespace detail {
 
 inline constexpr int jacobi_threads = 1024, jacobi_sweeps = 16;
 
-/// How one pair of rows and columns is turned.
+/// The rotation of one pair of rows and columns.
 struct jacobi_turn {
   float cosine, sine;
   int p, q;
@@ -164,7 +165,7 @@ __device__ inline int2 pair_of_round(int i, int round, int dim) {
   return p < q ? make_int2(p, q) : make_int2(q, p);
 }
 
-/// The turn that makes element (p, q) 0, or none where it is below `least`.
+/// The rotation that makes element (p, q) 0; none where the element is below `least`.
 __device__ inline jacobi_turn turn_of(const float* a, int stride, int2 pq, float least) {
   const float off = a[pq.x * stride + pq.y];
   jacobi_turn turn{1, 0, pq.x, pq.y};
@@ -172,7 +173,7 @@ __device__ inline jacobi_turn turn_of(const float* a, int stride, int2 pq, float
   const float theta = (a[pq.y * stride + pq.y] - a[pq.x * stride + pq.x]) / (2 * off);
   const float t = copysignf(1.0f, theta) / (fabsf(theta) + sqrtf(theta * theta + 1));
   turn.cosine = rsqrtf(t * t + 1), turn.sine = t * turn.cosine;
-  // rsqrtf is good to 2 ulp; one step of Newton keeps what 1,000 turns multiply at length 1.
+  // rsqrtf is good to 2 ulp; one step of Newton keeps the product of 1,000 rotations at length 1.
   const float length = turn.cosine * turn.cosine + turn.sine * turn.sine, mend = 1.5f - 0.5f * length;
   turn.cosine *= mend, turn.sine *= mend;
   return turn;
@@ -184,7 +185,7 @@ __device__ __forceinline__ void turn_two(const jacobi_turn& turn, float& x, floa
 }
 
 /// One block finds the eigenvectors of one symmetric matrix [dim, dim]. `a` and `v` [dim, stride] are its work, in
-/// shared memory or in global. Elements below 2e-8 of the trace are zero already: what is left of them is rounding.
+/// shared memory or in global. Elements below 2e-8 of the trace count as zero: they are rounding.
 template <int Threads>
 __device__ void jacobi(float* a, float* v, int dim, int stride, jacobi_turn* turns, float& shared_trace) {
   const int thread = int(threadIdx.x), lane = thread % 32, pairs = dim / 2;
@@ -253,11 +254,11 @@ __device__ void make_orthonormal(float* a, float* v, int dim, int stride) {
   __syncthreads();
 }
 
-/// One block makes one basis. matrices [count] every `step` floats; bases [channels, dim] each, where `places` says;
+/// One block makes one basis. matrices [count] every `step` floats; bases [channels, dim] each, where `targets` says;
 /// work [count, 2, dim, dim] where matrices do not fit in shared memory, else null.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
-    find_bases_entry(const float* matrices, offset_t step, int dim, int channels, float* bases, basis_places places,
+    find_bases_entry(const float* matrices, offset_t step, int dim, int channels, float* bases, basis_targets targets,
                      float* work, index_t* not_finite) {
   extern __shared__ uint4 shared_memory[];
   auto* turns = reinterpret_cast<jacobi_turn*>(shared_memory);  // [dim / 2]
@@ -298,7 +299,7 @@ __global__ void __launch_bounds__(Threads)
     }
     if (larger >= channels) continue;
     const float sign = v[i * stride + rank_index(top)] < 0 ? -1.0f : 1.0f;
-    float* to = bases + places.begin(index_t(blockIdx.x), offset_t(channels) * dim) + offset_t(larger) * dim;
+    float* to = bases + targets.begin(index_t(blockIdx.x), offset_t(channels) * dim) + offset_t(larger) * dim;
     for (int j = lane; j < dim; j += 32) to[j] = sign * v[i * stride + j];
   }
 }
@@ -330,12 +331,11 @@ class basis_finder {
     return in_shared_ ? 0 : array_bytes<float>(std::size_t(count) * 2 * std::size_t(dim_) * std::size_t(dim_));
   }
 
-  /// The first matrix of each lies `step` floats behind that of the one before. Bases are written side by side, or to
-  /// `places`.
+  /// Each matrix begins `step` floats behind the previous one. Bases are written side by side, or to `targets`.
   void run(const float* matrices, offset_t step, index_t count, index_t channels, float* bases, index_t* not_finite,
-           void* workspace, cudaStream_t stream, basis_places places = {}) const {
+           void* workspace, cudaStream_t stream, basis_targets targets = {}) const {
     if (count == 0) return;
-    if (places.step == 0) places = {count, 0};
+    if (targets.step == 0) targets = {count, 0};
     require(channels >= 1 && channels <= dim_, "channels", channels, "1 to " + std::to_string(dim_),
             "pass how many of the channels stay");
     const std::size_t matrix = std::size_t(dim_) * (std::size_t(dim_) + 1) * 4;
@@ -343,7 +343,7 @@ class basis_finder {
            {.blocks = dim3(unsigned(count)),
             .threads = dim3(Threads),
             .shared_bytes = fixed_bytes() + (in_shared_ ? 2 * matrix : 0)},
-           stream, "launch of find_bases", matrices, step, dim_, int(channels), bases, places,
+           stream, "launch of find_bases", matrices, step, dim_, int(channels), bases, targets,
            in_shared_ ? nullptr : static_cast<float*>(workspace), not_finite);
   }
 
@@ -354,7 +354,7 @@ class basis_finder {
   int dim_;
   bool in_shared_;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*entry_)(const float*, offset_t, int, int, float*, basis_places, float*, index_t*) = nullptr;
+  void (*entry_)(const float*, offset_t, int, int, float*, basis_targets, float*, index_t*) = nullptr;
 };
 /// A template, so that a source that finds no bases compiles no kernel.
 using find_bases = basis_finder<detail::jacobi_threads>;

@@ -1,5 +1,4 @@
-// One set of channels for all rows of a head: what a prompt's last queries and the rows that are packed say of each
-// channel.
+// One set of channels for all rows of a head, chosen by a prompt's last queries and the rows that are packed.
 #pragma once
 
 #include <algorithm>
@@ -9,25 +8,25 @@
 #include "../../../../../core/sequence_layer.hpp"
 #include "../../../../../layout/packed_rows.hpp"
 #include "../../../device/launch.cuh"
-#include "packed_places.cuh"
+#include "segment_store.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Row (seen + i) % window of a place = the squares of query row i, summed over the query heads of each kv_head: x a
-/// row, y a kv_head.
+/// Writes the squares of query row i, summed over the query heads of each kv_head, to row (seen + i) % window of an
+/// entry. blockIdx: x a row, y a kv_head.
 template <class T, int Threads>
 __global__ void __launch_bounds__(Threads) note_squares_entry(rows_view<const T> q, index_t first, index_t kv_heads,
-                                                              int dim, index_t seen, index_t window, float* to) {
+                                                              int dim, index_t observed, index_t window, float* to) {
   const index_t row = index_t(blockIdx.x), head = index_t(blockIdx.y), group = q.heads / kv_heads;
-  float* own = to + (offset_t((seen + row) % window) * kv_heads + head) * dim;
+  float* own = to + (offset_t((observed + row) % window) * kv_heads + head) * dim;
   for (int d = int(threadIdx.x); d < dim; d += Threads) {
     float sum = 0;
     for (index_t g = 0; g < group; ++g) {
       const float x = float(q.row(0, first + row, head * group + g)[d]);
       const float square = __fmul_rn(x, x);
-      if (square < infinity) sum = __fadd_rn(sum, square);  // others say nothing
+      if (square < infinity) sum = __fadd_rn(sum, square);  // others are left out
     }
     own[d] = sum;
   }
@@ -76,8 +75,9 @@ __global__ void __launch_bounds__(1024)
 
 }  // namespace detail
 
-/// Remembers the squares of a prompt's last `window` queries for every (layer, sequence), and chooses sets of channels
-/// by them: of rows in the engine's basis. Memory   places * window * kv_heads * k_dim floats.
+/// Stores the squares of a prompt's last `window` queries for every (layer, sequence), and chooses sets of channels by
+/// them, for rows in the engine's basis.
+/// Memory   layers * sequences * window * kv_heads * k_dim floats.
 template <class View, packing_rows Rows>
 class head_sets {
   using T = typename View::element_type;
@@ -91,8 +91,8 @@ class head_sets {
         order_{sequences},
         heads_(kv_heads),
         window_(window),
-        seen_(std::size_t(layers) * std::size_t(sequences), 0),
-        squares_(seen_.size() * std::size_t(window) * std::size_t(kv_heads) * D) {
+        observed_(std::size_t(layers) * std::size_t(sequences), 0),
+        squares_(observed_.size() * std::size_t(window) * std::size_t(kv_heads) * D) {
     for (const packed_format& format : {formats.k, formats.v}) {
       require(format.own_bits || format.group == 1, "group", format.group, "1 where a head's rows share their channels",
               "take a group of 1");
@@ -100,36 +100,36 @@ class head_sets {
   }
 
   void observe(sequence_layer owner, const rows_view<const T>& q, cudaStream_t stream) {
-    const index_t fresh = (std::min)(q.tokens, window_);
-    if (fresh <= 0) return;
+    const index_t added = (std::min)(q.tokens, window_);
+    if (added <= 0) return;
     if constexpr (keys_share || values_share) {
-      index_t& seen = seen_[order_.index(owner)];
-      detail::note_squares_entry<T, 128><<<dim3(unsigned(fresh), unsigned(heads_)), 128, 0, stream>>>(
-          q, q.tokens - fresh, heads_, D, seen, window_, squares(owner));
+      index_t& observed = observed_[order_.index(owner)];
+      detail::note_squares_entry<T, 128><<<dim3(unsigned(added), unsigned(heads_)), 128, 0, stream>>>(
+          q, q.tokens - added, heads_, D, observed, window_, squares(owner));
       check(cudaGetLastError(), "launch of note_squares");
-      seen += fresh;
+      observed += added;
     }
   }
-  void forget(sequence_layer owner) { seen_[order_.index(owner)] = 0; }
+  void forget(sequence_layer owner) { observed_[order_.index(owner)] = 0; }
 
-  /// Words that the sets of one segment take: of keys, then of values, where rows share them.
-  std::size_t each() const { return words(formats_.k) + words(formats_.v); }
+  /// Words of the sets of one segment: of keys, then of values, where rows share them.
+  std::size_t segment_words() const { return words(formats_.k) + words(formats_.v); }
   std::size_t k_words() const { return words(formats_.k); }
 
   /// Chooses the sets of a segment of whole rows `first`, ... of one sequence.
   void choose(const View& view, sequence_layer owner, index_t first, index_t count, std::uint32_t* sets,
               cudaStream_t stream) const {
-    const index_t seen = seen_[order_.index(owner)], rows = (std::min)(seen, window_);
+    const index_t observed = observed_[order_.index(owner)], rows = (std::min)(observed, window_);
     const auto choose_side = [&]<bool Keys, int Dim>(const packed_format& format, std::uint32_t* to) {
       detail::choose_set_entry<typename View::whole_type, Dim>
           <<<unsigned(heads_), 1024, 0, stream>>>(view.whole, Keys, first, count, squares(owner), Keys ? rows : 0,
-                                                  seen - rows, (std::max)(1, window_), format.stored_channels, to);
+                                                  observed - rows, (std::max)(1, window_), format.stored_channels, to);
       check(cudaGetLastError(), "launch of choose_set");
     };
     if constexpr (keys_share) choose_side.template operator()<true, D>(formats_.k, sets);
     if constexpr (values_share) choose_side.template operator()<false, Dv>(formats_.v, sets + k_words());
   }
-  offset_t bytes_of_place() const { return offset_t(window_) * heads_ * D * offset_t(sizeof(float)); }
+  offset_t bytes_of_entry() const { return offset_t(window_) * heads_ * D * offset_t(sizeof(float)); }
 
  private:
   std::size_t words(const packed_format& format) const {
@@ -142,7 +142,7 @@ class head_sets {
   segment_formats formats_;
   layer_major order_;
   index_t heads_, window_;
-  host_vector<index_t> seen_;  // in that order: queries of the turn's prompt
+  host_vector<index_t> observed_;  // by entry: queries of the turn's prompt
   device_buffer<float> squares_;
 };
 

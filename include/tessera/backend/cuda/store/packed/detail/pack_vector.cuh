@@ -15,7 +15,7 @@ namespace cuda {
 
 namespace detail {
 
-inline constexpr int most_group_words = largest_head_dim / 32;
+inline constexpr int max_group_words = largest_head_dim / 32;
 
 /// chosen = bits of the `wanted` of `groups` groups of `group` channels of `row` with most energy, alike in all lanes;
 /// ties to the lower group, NaN last.
@@ -233,7 +233,7 @@ class kept_channels {
   __device__ __forceinline__ kept_channels(const std::uint32_t (&chosen)[Words], int group) : group_(group) {
 #pragma unroll
     for (int j = 0; j < Words; ++j) groups_.words[j] = __brev(chosen[j]);
-    groups_.at = 0;
+    groups_.position = 0;
   }
   /// Not after the last one.
   __device__ __forceinline__ int next() {

@@ -1,5 +1,4 @@
-// Page-locked memory of the host, which kernels write to and nobody waits for, and marks on a stream that say what has
-// been done.
+// Page-locked memory of the host, which kernels write to without anybody waiting, and marks on a stream.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +13,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Page-locked memory, zeroed, with one owner. The device writes to it as it does to its own, over the bus.
+/// Page-locked memory, zeroed, with one owner. The device writes to it over the bus as to its own memory.
 /// Errors   no memory: tessera::error.   Cost  some 0.3 ms a MiB to make: see `row_blocks`.
 template <class T>
 class pinned_buffer {
@@ -49,7 +48,7 @@ class pinned_buffer {
   std::size_t count_ = 0;
 };
 
-/// A place on a stream. Any thread may wait for it. A copy is another mark, which was never set.
+/// A point on a stream. Any thread may wait for it. A copy is another mark, which was never set.
 class stream_mark {
  public:
   stream_mark() { check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreate"); }
@@ -63,16 +62,16 @@ class stream_mark {
     if (event_) cudaEventDestroy(event_);
   }
   void set(cudaStream_t stream) { check(cudaEventRecord(event_, stream), "cudaEventRecord"); }
-  /// Until all that stands before it is done; at once where it was never set.
+  /// Waits until everything before the mark is done. Returns at once where it was never set.
   void wait() const { check(cudaEventSynchronize(event_), "cudaEventSynchronize"); }
-  /// What comes on `stream` from now on waits for it; the host does not.
+  /// Lets later work on `stream` wait for the mark. The host does not wait.
   void hold(cudaStream_t stream) const { check(cudaStreamWaitEvent(stream, event_), "cudaStreamWaitEvent"); }
 
  private:
   cudaEvent_t event_{};
 };
 
-/// While it lives, this thread may allocate and wait though another one records a graph, in any mode.
+/// While it lives, this thread may allocate and wait while another one records a graph, in any mode.
 class beside_recording {
  public:
   beside_recording() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -84,8 +83,8 @@ class beside_recording {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-/// Blocks of page-locked memory, all of one size, made many at a time and used again when nobody holds them: no step
-/// makes any once there are enough. Any thread may give one back.
+/// Blocks of page-locked memory, all of one size. They are made many at a time and used again when nobody holds them,
+/// so no step makes any once there are enough. Any thread may release one.
 class row_blocks {
   struct pool {
     std::mutex mutex;
@@ -97,8 +96,8 @@ class row_blocks {
   using block = std::shared_ptr<const std::byte>;
 
   explicit row_blocks(std::size_t bytes) : bytes_((bytes + 255) / 256 * 256), pool_(std::make_shared<pool>()) {}
-  /// Blocks of its own: given back, those of a cache are used again by what stands behind on the same stream, and a
-  /// copy has another one.
+  /// A copy has blocks of its own: released blocks of a cache are used again in the order of its stream, and a copy has
+  /// another stream.
   row_blocks(const row_blocks& other) : row_blocks(other.bytes_) {}
   row_blocks(row_blocks&&) noexcept = default;
   row_blocks& operator=(row_blocks other) noexcept {
@@ -108,7 +107,7 @@ class row_blocks {
 
   std::size_t block_bytes() const { return bytes_; }
   /// A block that nobody else holds. Errors: no memory.
-  block take() const {
+  block allocate() const {
     std::byte* data = nullptr;
     {
       const std::lock_guard lock(pool_->mutex);
@@ -120,12 +119,12 @@ class row_blocks {
       data = pool_->unused.back();
       pool_->unused.pop_back();
     }
-    return {data, [all = pool_](const std::byte* given) {
+    return {data, [all = pool_](const std::byte* released) {
               const std::lock_guard lock(all->mutex);
-              all->unused.push_back(const_cast<std::byte*>(given));  // there is room: it was there before
+              all->unused.push_back(const_cast<std::byte*>(released));  // the reserved memory suffices
             }};
   }
-  /// Of all blocks that were ever made.
+  /// Bytes of all blocks that were ever made.
   std::size_t bytes() const {
     const std::lock_guard lock(pool_->mutex);
     return pool_->made.size() * together * bytes_;

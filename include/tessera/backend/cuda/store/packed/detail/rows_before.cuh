@@ -1,5 +1,4 @@
-// Rows as they were before they were packed, on the host until a search has seen them, and what packing has left out of
-// them.
+// The original rows of packed ones, on the host until a search has read them, and the losses of packing.
 #pragma once
 
 #include "../../../../../core/host/host_vector.hpp"
@@ -18,7 +17,7 @@ struct rows_before {
 
 namespace detail {
 
-/// Copies whole rows first, ... of head blockIdx.x to `to`, as `rows_before` holds them.
+/// Copies whole rows first, ... of head blockIdx.x to `to`, in the layout of `rows_before`.
 template <class View, int Threads>
 __global__ void __launch_bounds__(Threads)
     keep_rows_entry(const __grid_constant__ View whole, index_t first, index_t count, std::byte* to) {
@@ -34,7 +33,7 @@ __global__ void __launch_bounds__(Threads)
     v[i] = reinterpret_cast<const uint4*>(whole.value(0, head, first + i / v_units))[i % v_units];
 }
 
-/// What a row's segment has not of it, by one warp: 1 - |stored|^2 / |given|^2, not below 0.
+/// The share of a row's energy that packing has lost, by one warp: 1 - |stored|^2 / |given|^2, not below 0.
 template <int D, class T>
 __device__ float lost_share(const packed_vectors& from, index_t head, index_t row, const T* given) {
   const int lane = int(threadIdx.x) % 32;
@@ -53,8 +52,8 @@ __device__ float lost_share(const packed_vectors& from, index_t head, index_t ro
 
 inline constexpr int loss_threads = 256, loss_rows = 256;
 
-/// sums [chunks, kv_heads] = what packing left out of whole rows first, ..., `count` of them, which are rows held, ...
-/// of a segment: 256 rows a block, x; heads y.
+/// Writes the losses of `count` whole rows from `first` on to sums [chunks, kv_heads]. They are the rows from `held` on
+/// of a segment. blockIdx: x 256 rows, y a head.
 template <class View>
 __global__ void __launch_bounds__(loss_threads)
     lose_rows_entry(const __grid_constant__ View view, index_t segment_index, index_t held, index_t first,
@@ -76,7 +75,7 @@ __global__ void __launch_bounds__(loss_threads)
     sums[offset_t(blockIdx.x) * gridDim.y + head] = sum;
   }
 }
-/// total = the mean over heads of those sums, added in one order; or added to it, unless `fresh`.
+/// Adds the mean over heads of those sums to `total`, in one order; sets it where `fresh`.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     add_losses_entry(const float* sums, index_t chunks, index_t heads, bool fresh, double* total) {
@@ -92,8 +91,8 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Copies `count` whole rows of a view of one sequence, from `first` on, to blocks of at most `each` rows. Nobody
-/// waits: the host may read them once a `stream_mark` behind it has been reached.
+/// Copies `count` whole rows of a view of one sequence, from `first` on, to blocks of at most `each` rows. It does not
+/// wait: the host may read them when a later `stream_mark` has been reached.
 template <class View>
 void keep_rows(const View& whole, index_t first, index_t count, const host_vector<rows_before>& to,
                cudaStream_t stream) {
@@ -107,17 +106,17 @@ void keep_rows(const View& whole, index_t first, index_t count, const host_vecto
   }
 }
 
-/// Adds up what packing has left out of rows: of a row the mean of K's and V's share of energy, of all of them their
-/// sum, of the heads the mean. Scratch is its own.
+/// Sums the losses of packed rows. A row's loss is the mean of K's and V's lost share of energy. Rows are summed, heads
+/// averaged. It has scratch of its own.
 template <class View>
 class row_losses {
  public:
-  row_losses(index_t kv_heads, index_t most_rows)
-      : heads_(kv_heads), sums_(std::size_t(kv_heads) * std::size_t(ceil_div(most_rows, detail::loss_rows))) {}
+  row_losses(index_t kv_heads, index_t max_rows)
+      : heads_(kv_heads), sums_(std::size_t(kv_heads) * std::size_t(ceil_div(max_rows, detail::loss_rows))) {}
 
-  /// Of whole rows `first`, ..., which have become the rows `held`, ... of segment `segment` of the view's one
-  /// sequence. `total` is on the host, page-locked; where the segment's first rows are these it is written, else added
-  /// to.
+  /// Sums the losses of `count` whole rows from `first` on, which became the rows from `held` on of segment `segment`
+  /// of the view's one sequence. `total` lies in page-locked memory of the host. The segment's first rows set it; later
+  /// rows are added.
   void run(const View& view, index_t segment, index_t held, index_t first, index_t count, double* total,
            cudaStream_t stream) const {
     if (count == 0) return;

@@ -10,8 +10,8 @@
 #include "../../../device/tuning.cuh"
 #include "find_bases.cuh"
 #include "pack_vector.cuh"
-#include "packed_places.cuh"
 #include "pinned.cuh"
+#include "segment_store.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(ordering_threads)
   const float* basis = bases + offset_t(head) * channels * D;
   const int samples = int(ceil_div(count, step));
   for (int sample = warp; sample < ordering_samples; sample += ordering_warps) {
-    std::uint32_t chosen[most_group_words] = {};
+    std::uint32_t chosen[max_group_words] = {};
     if (sample < samples) {
       const index_t slot = first + sample * step;
       const auto* row = keys ? whole.key(0, head, slot) : whole.value(0, head, slot);
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(ordering_threads)
     if (lane < words) {
       std::uint32_t own = 0;
 #pragma unroll
-      for (int j = 0; j < most_group_words; ++j) own = j == lane ? chosen[j] : own;
+      for (int j = 0; j < max_group_words; ++j) own = j == lane ? chosen[j] : own;
       memory.rows[sample][lane] = own;
     }
     __syncwarp();
@@ -114,7 +114,7 @@ class order_bases {
     const std::size_t channels = std::size_t(kv_heads) * std::size_t(format.channels);
     counts_ = device_buffer<std::uint16_t>(channels * std::size_t(format.channels));
     order_ = device_buffer<index_t>(channels);
-    before_ = device_buffer<float>(channels * D);
+    unordered_ = device_buffer<float>(channels * D);
   }
 
   /// bases [kv_heads, channels, dim], of whole rows `first`, ... of one sequence.
@@ -137,9 +137,10 @@ class order_bases {
     }
     check(cudaMemcpyAsync(order_.data(), orders.data(), order_.bytes(), cudaMemcpyHostToDevice, stream),
           "cudaMemcpyAsync");
-    check(cudaMemcpyAsync(before_.data(), bases, before_.bytes(), cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
+    check(cudaMemcpyAsync(unordered_.data(), bases, unordered_.bytes(), cudaMemcpyDeviceToDevice, stream),
+          "cudaMemcpyAsync");
     detail::order_channels_entry<64>
-        <<<dim3(unsigned(n), unsigned(heads_)), 64, 0, stream>>>(before_.data(), order_.data(), D, bases);
+        <<<dim3(unsigned(n), unsigned(heads_)), 64, 0, stream>>>(unordered_.data(), order_.data(), D, bases);
     check(cudaGetLastError(), "launch of order_channels");
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");  // `orders` is the host's
   }
@@ -152,45 +153,45 @@ class order_bases {
   void (*entry_)(whole, bool, index_t, index_t, packed_format, const float*, std::uint16_t*) = nullptr;
   device_buffer<std::uint16_t> counts_;
   device_buffer<index_t> order_;
-  device_buffer<float> before_;
+  device_buffer<float> unordered_;
 };
 
-/// Whole rows that become a segment: `count` from `first` on of a view of one sequence.
+/// Whole rows that become a segment: `count` rows of a view of one sequence, from `first` on.
 template <class View>
 struct segment_span {
   View view;
   index_t layer = 0, first = 0, count = 0;
 };
 
-/// Finds bases of many segments: one launch for up to 64 of them, for one block makes one basis and takes milliseconds.
+/// Finds bases of many segments, one launch for up to 64 of them: a block makes one basis and takes milliseconds.
 ///
-/// Memory   the moments of 64 segments, and what one needs for its pieces.
-/// Errors   a second moment with NaN or infinity: tessera::error, which the host has waited for.
+/// Memory   the moments of 64 segments, and the pieces of one.
+/// Errors   a second moment with NaN or infinity: tessera::error. The host waits for the device to know.
 template <class View>
 class find_segment_bases {
   using moments = second_moments<View>;
   static constexpr index_t together = 64;
 
  public:
-  /// `most` segments at once, each of at most `rows` rows.
-  find_segment_bases(const segment_formats& formats, index_t kv_heads, index_t most, index_t rows,
+  /// For at most `limit` segments at once, each of at most `rows` rows.
+  find_segment_bases(const segment_formats& formats, index_t kv_heads, index_t limit, index_t rows,
                      const device_info& device)
       : formats_(formats),
         heads_(kv_heads),
-        together_((std::min)(together, most)),
+        together_((std::min)(together, limit)),
         keys_(View::k_dim, device),
         values_(View::v_dim, device),
         order_keys_(true, formats.k, kv_heads),
         order_values_(false, formats.v, kv_heads),
-        moments_(std::size_t(together_ - 1) * std::size_t(kv_heads) * moments::each * sizeof(float) +
+        moments_(std::size_t(together_ - 1) * std::size_t(kv_heads) * moments::lane_floats * sizeof(float) +
                  moments::workspace_bytes(kv_heads, rows)),
         work_((std::max)(keys_.workspace_bytes(together_ * kv_heads), values_.workspace_bytes(together_ * kv_heads))),
         not_finite_(2 * std::size_t(together_) * std::size_t(kv_heads)) {}
 
   /// Floats that the bases of one segment take: those of keys, then of values, each by head.
-  offset_t each() const { return heads_ * (formats_.k_basis() + formats_.v_basis()); }
+  offset_t segment_floats() const { return heads_ * (formats_.k_basis() + formats_.v_basis()); }
 
-  /// bases [segments, each()]. Waits for the device.
+  /// bases [segments, segment_floats()]. Waits for the device.
   void run(const host_vector<segment_span<View>>& segments, float* bases, cudaStream_t stream) {
     start(segments, bases, stream);
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
@@ -200,21 +201,21 @@ class find_segment_bases {
              std::to_string(segments[std::size_t(lane / heads_)].layer) + ", kv_head " + std::to_string(lane % heads_),
          "NaN or infinity", "finite numbers", "keep NaN and infinity out of keys and values, or scale them");
   }
-  /// The same, but that only groups of several channels wait for the device; when it is done, `are_finite` says whether
-  /// these are bases.
+  /// The same, but only groups of several channels wait for the device. When the device is done, `are_finite` says
+  /// whether all bases are valid.
   void start(const host_vector<segment_span<View>>& segments, float* bases, cudaStream_t stream) {
     lanes_ = segments.size() * std::size_t(heads_);
     if (wrong_.size() < 2 * lanes_) wrong_ = pinned_buffer<index_t>(2 * lanes_);
     for (std::size_t first = 0; first < segments.size(); first += std::size_t(together_)) {
       const std::size_t count = (std::min)(segments.size() - first, std::size_t(together_));
       run_some({segments.begin() + offset_t(first), segments.begin() + offset_t(first + count)},
-               bases + offset_t(first) * each(), wrong_.data() + 2 * first * std::size_t(heads_), stream);
+               bases + offset_t(first) * segment_floats(), wrong_.data() + 2 * first * std::size_t(heads_), stream);
     }
   }
   bool are_finite() const { return !first_wrong().first; }
 
  private:
-  /// What has no finite second moment, and its lane; null: nothing.
+  /// Keys or values without a finite second moment, and their lane; null: there are none.
   std::pair<const char*, std::size_t> first_wrong() const {
     const std::size_t group = std::size_t(together_) * std::size_t(heads_);
     for (std::size_t first = 0; first < lanes_; first += group) {
@@ -228,8 +229,8 @@ class find_segment_bases {
   }
   void run_some(const host_vector<segment_span<View>>& some, float* bases, index_t* wrong, cudaStream_t stream) const {
     const index_t count = index_t(some.size()), lanes = count * heads_;
-    const offset_t step = offset_t(moments::each), of_segment = heads_ * step;
-    // What one sums behind its result is scratch: the next one begins there.
+    const offset_t step = offset_t(moments::lane_floats), of_segment = heads_ * step;
+    // The memory behind a segment's result is scratch: the next result begins there.
     for (index_t i = 0; i < count; ++i) {
       const auto& rows = some[std::size_t(i)];
       moments{}.run(rows.view, rows.first, rows.count, moments_.data() + i * of_segment * offset_t(sizeof(float)),
@@ -237,17 +238,17 @@ class find_segment_bases {
     }
     const auto* sums = reinterpret_cast<const float*>(moments_.data());
     keys_.run(sums, step, lanes, formats_.k.channels, bases, not_finite_.data(), work_.data(), stream,
-              {heads_, each()});
+              {heads_, segment_floats()});
     values_.run(sums + View::k_dim * View::k_dim, step, lanes, formats_.v.channels, bases + heads_ * formats_.k_basis(),
-                not_finite_.data() + lanes, work_.data(), stream, {heads_, each()});
+                not_finite_.data() + lanes, work_.data(), stream, {heads_, segment_floats()});
     check(cudaMemcpyAsync(wrong, not_finite_.data(), 2 * std::size_t(lanes) * sizeof(index_t), cudaMemcpyDeviceToHost,
                           stream),
           "cudaMemcpyAsync");
     for (index_t i = 0; i < count; ++i) {
       const auto& rows = some[std::size_t(i)];
-      float* own = bases + i * each();
-      order_keys_.run(rows.view, rows.first, rows.count, own, stream);
-      order_values_.run(rows.view, rows.first, rows.count, own + heads_ * formats_.k_basis(), stream);
+      float* segment = bases + i * segment_floats();
+      order_keys_.run(rows.view, rows.first, rows.count, segment, stream);
+      order_values_.run(rows.view, rows.first, rows.count, segment + heads_ * formats_.k_basis(), stream);
     }
   }
 

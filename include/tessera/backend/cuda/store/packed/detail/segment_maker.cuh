@@ -13,15 +13,15 @@
 #include "../packed_view.cuh"
 #include "encode_rows.cuh"
 #include "head_sets.cuh"
-#include "packed_places.cuh"
 #include "pinned.cuh"
 #include "rows_before.cuh"
 #include "segment_bases.cuh"
+#include "segment_store.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// Whole rows that have been packed go: the others move to where they were.
+// Whole rows that have been packed are dropped: the others move to their memory.
 
 /// The oldest `count` rows of every head of one sequence.
 template <class View>
@@ -32,8 +32,8 @@ struct oldest_rows {
 
 namespace detail {
 
-/// Row i + `count` of what `row(i)` gives, 16 bytes at a time, becomes row i. By one block: what is read lies behind
-/// all that has been written.
+/// Copies row(i + `count`) to row(i), 16 bytes at a time. By one block: rows that are read lie behind all rows that
+/// have been written.
 template <int Threads, class Row>
 __device__ void move_rows_down(index_t left, index_t count, int row_units, const Row& row) {
   for (index_t begin = 0; begin < left * row_units; begin += Threads) {
@@ -46,14 +46,14 @@ __device__ void move_rows_down(index_t left, index_t count, int row_units, const
   }
 }
 
-/// blockIdx: the kv_head, and which of the list.
+/// blockIdx: x the kv_head, y the item of the list.
 template <class View, int Threads>
 __global__ void __launch_bounds__(Threads)
     drop_oldest_entry(const __grid_constant__ problem_list<oldest_rows<View>> list) {
   using stored = typename View::stored_type;
   constexpr int k_units = View::k_dim * int(sizeof(stored)) / 16, v_units = View::v_dim * int(sizeof(stored)) / 16;
-  const View& view = list.of[blockIdx.y].view;
-  const index_t head = index_t(blockIdx.x), count = list.of[blockIdx.y].count;
+  const View& view = list.problems[blockIdx.y].view;
+  const index_t head = index_t(blockIdx.x), count = list.problems[blockIdx.y].count;
   index_t* lengths = const_cast<index_t*>(view.lengths);
   const index_t left = lengths[head] - count;
   move_rows_down<Threads>(left, count, k_units, [&](index_t i) { return view.key(0, head, i); });
@@ -74,32 +74,32 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Forgets the oldest rows of several sequences. Cost: a launch for 32 of them.
+/// Drops the oldest rows of several sequences. Cost: a launch for 32 of them.
 template <class View>
 void drop_oldest(const host_vector<oldest_rows<View>>& all, cudaStream_t stream) {
   static_assert(View::is_raw, "tessera: rows that are packed on the device are raw");
   in_lists(all.data(), all.size(), [&](const problem_list<oldest_rows<View>>& list, index_t some) {
     launch(detail::drop_oldest_entry<View, 256>,
-           {.blocks = dim3(unsigned(list.of[0].view.kv_heads), unsigned(some)), .threads = dim3(256)}, stream,
+           {.blocks = dim3(unsigned(list.problems[0].view.kv_heads), unsigned(some)), .threads = dim3(256)}, stream,
            "launch of drop_oldest", list);
   });
 }
 
-// A layer whose segments are made on a stream of the cache's own, while the caller's stream runs the next layers.
+// A layer whose segments are made on another stream, while the caller's stream runs the next layers.
 
-/// It has the lowest priority: its kernels give way to those of streams with a higher one.
+/// A stream of the lowest priority: its kernels give way to those of other streams.
 class stream_beside {
  public:
   stream_beside() = default;
-  /// Another stream. Whoever copies what the work writes to has waited for it.
+  /// A copy has another stream. A caller who copies what the work writes must have waited for it.
   stream_beside(const stream_beside&) : stream_beside() {}
   stream_beside(stream_beside&& other) noexcept
       : stream_(std::exchange(other.stream_, nullptr)),
-        before_(std::move(other.before_)),
+        start_(std::move(other.start_)),
         done_(std::move(other.done_)) {}
   stream_beside& operator=(stream_beside other) noexcept {
     std::swap(stream_, other.stream_);
-    std::swap(before_, other.before_);
+    std::swap(start_, other.start_);
     std::swap(done_, other.done_);
     return *this;
   }
@@ -108,67 +108,67 @@ class stream_beside {
     if (stream_) cudaStreamDestroy(stream_);
   }
 
-  /// What comes on the stream that this returns stands behind all that is on `stream` now.
+  /// Returns a stream whose later work waits for everything that is on `stream` now.
   cudaStream_t begin(cudaStream_t stream) {
     if (!stream_) {
       int lowest = 0, highest = 0;
       check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
       check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, lowest), "cudaStreamCreate");
     }
-    before_.set(stream);
-    before_.hold(stream_);
+    start_.set(stream);
+    start_.hold(stream_);
     return stream_;
   }
-  /// All that has come since `begin`: `stream`, or the host, waits for it.
+  /// Marks the end of the work since `begin`. `hold` lets `stream` wait for it, `wait` the host.
   void end() { done_.set(stream_); }
   void hold(cudaStream_t stream) const { done_.hold(stream); }
   void wait() const { done_.wait(); }
-  /// Until nothing is on it.
+  /// Waits until the stream is empty.
   void drain() const noexcept {
     if (stream_) cudaStreamSynchronize(stream_);
   }
 
  private:
   cudaStream_t stream_ = nullptr;
-  stream_mark before_, done_;
+  stream_mark start_, done_;
 };
 
-/// The segments of one layer of one sequence, which nobody sees yet, and how many whole rows they hold.
+/// The segments of one layer of one sequence, which no view counts yet, and how many whole rows they hold.
 struct layer_beside {
   sequence_layer owner{no_index, no_index};
   index_t due = 0;
-  host_vector<segment_record> fresh;
+  host_vector<segment_record> segments;
   bool is_under_way() const { return owner.id != no_index; }
 };
 
-/// Bases and sets of segments that begin, one behind the other.
-struct segment_rooms {
+/// Memory for the bases and sets of new segments, one behind the other.
+struct bases_and_sets {
   std::shared_ptr<device_buffer<float>> bases;
   std::shared_ptr<device_buffer<std::uint32_t>> sets;
 };
 
-/// What becomes segments when `commit_packing` is called.
+/// The rows that become segments when `commit_packing` is called.
 template <class View>
 struct packing_plan {
-  sequence_layers owners, ended;                           // with rows that are due; whose prompts end
+  sequence_layers owners, ended;                           // owners with rows that are due; owners whose prompts end
   host_vector<kept_bound> left;                            // of the whole rows, by owner
-  host_vector<index_t> due, shares;              // rows; and those of a segment of their own, 0: they join the last one
-  host_vector<host_vector<rows_before>> before;  // by owner: where rows that join others are kept
+  host_vector<index_t> due, shares;                 // rows; and how many a new segment gets, 0: they join the last one
+  host_vector<host_vector<rows_before>> originals;  // by owner: copies of rows that join a segment
   bool prompt_ends = false;
-  host_vector<segment_span<View>> own;  // segments that begin
-  segment_rooms room;
-  // Empty, with room for what carrying it out notes: that needs no memory on the host.
+  host_vector<segment_span<View>> new_spans;  // of new segments
+  bases_and_sets memory;
+  // Empty, with reserved memory: carrying out the plan allocates none on the host.
   host_vector<joining_rows> joining;
   host_vector<encode_problem<View>> problems;
   host_vector<oldest_rows<typename View::whole_type>> oldest;
   void make_room() {
-    joining.reserve(own.size() + owners.size()), problems.reserve(own.size() + owners.size());
+    joining.reserve(new_spans.size() + owners.size()), problems.reserve(new_spans.size() + owners.size());
     oldest.reserve(owners.size());
   }
 };
 
-/// What a layout's own segments need. Layers are counted among those that pack. Calls on one stream follow each other;
-/// a caller with two lets one wait for the other.
+/// Makes the segments of a layout. Layers are counted among those that pack. Calls on one stream follow each other; a
+/// caller with two streams lets one wait for the other.
 template <packing_layout Layout, class View>
 class segment_maker {
   using T = typename Layout::element_type;
@@ -191,48 +191,49 @@ class segment_maker {
     }
   }
 
-  /// The last queries of a prompt chunk, by which sets are chosen, until the prompt ends.
+  /// Stores the last queries of a prompt chunk until the prompt ends. Sets are chosen by them.
   void observe(sequence_layer owner, const rows_view<const T>& q, cudaStream_t stream) {
     sets_.observe(owner, q, stream);
   }
   void forget(sequence_layer owner) { sets_.forget(owner); }
 
-  /// Not cleared, which would wait for the stream: all of it is written. Errors: no memory, tessera::error.
-  segment_rooms room_for(std::size_t segments) const {
-    segment_rooms made;
+  /// Memory that is not cleared: clearing would wait for the stream, and all of it is written. Errors: no memory,
+  /// tessera::error.
+  bases_and_sets memory_for(std::size_t segments) const {
+    bases_and_sets made;
     if (segments == 0) return made;
-    if (sets_.each() > 0)
+    if (sets_.segment_words() > 0)
       made.sets = std::make_shared<device_buffer<std::uint32_t>>(
-          device_buffer<std::uint32_t>::not_cleared(segments * sets_.each()));
+          device_buffer<std::uint32_t>::not_cleared(segments * sets_.segment_words()));
     if (bases_)
       made.bases = std::make_shared<device_buffer<float>>(
-          device_buffer<float>::not_cleared(segments * std::size_t((*bases_).each())));
+          device_buffer<float>::not_cleared(segments * std::size_t((*bases_).segment_floats())));
     return made;
   }
   /// Finds the bases of segments. Waits for the device. Errors: rows have none, tessera::error.
-  void find_bases(const spans& segments, const segment_rooms& room, cudaStream_t stream) {
-    if (room.bases) (*bases_).run(segments, room.bases->data(), stream);
+  void find_bases(const spans& segments, const bases_and_sets& memory, cudaStream_t stream) {
+    if (memory.bases) (*bases_).run(segments, memory.bases->data(), stream);
   }
-  /// The same without waiting, but where groups of channels are put in order; behind it `have_bases` says whether rows
-  /// have any.
-  void start_bases(const spans& segments, const segment_rooms& room, cudaStream_t stream) {
-    if (room.bases) (*bases_).start(segments, room.bases->data(), stream);
+  /// The same without waiting, except where groups of channels are put in order. When the device is done, `have_bases`
+  /// says whether all rows have bases.
+  void start_bases(const spans& segments, const bases_and_sets& memory, cudaStream_t stream) {
+    if (memory.bases) (*bases_).start(segments, memory.bases->data(), stream);
   }
   bool have_bases() const { return !bases_ || (*bases_).are_finite(); }
 
-  /// The i-th of the segments in `room`, of those rows of a sequence; its set is chosen.
-  segment_record begin(const segment_rooms& room, std::size_t i, const segment_span<View>& of,
-                       sequence_layer owner, cudaStream_t stream) const {
+  /// Begins the i-th of the segments in `memory`, of these rows of a sequence, and chooses its sets.
+  segment_record begin(const bases_and_sets& memory, std::size_t i, const segment_span<View>& of, sequence_layer owner,
+                       cudaStream_t stream) const {
     segment_record begun{.k = formats_.k, .v = formats_.v, .block = formats_.block};
-    if (room.sets) {
-      std::uint32_t* sets = room.sets->data() + i * sets_.each();
+    if (memory.sets) {
+      std::uint32_t* sets = memory.sets->data() + i * sets_.segment_words();
       sets_.choose(of.view, owner, of.first, of.count, sets, stream);
-      begun.sets = room.sets;
+      begun.sets = memory.sets;
       begun.k_set = sets, begun.v_set = sets + sets_.k_words();
     }
-    if (room.bases) {
-      begun.bases = room.bases;
-      begun.k_basis = room.bases->data() + offset_t(i) * (*bases_).each();
+    if (memory.bases) {
+      begun.bases = memory.bases;
+      begun.k_basis = memory.bases->data() + offset_t(i) * (*bases_).segment_floats();
       begun.v_basis = begun.k_basis + heads_ * formats_.k_basis();
     }
     return begun;

@@ -1,5 +1,5 @@
-// Segments of decoded tokens on the device whose strategy is searched on another thread, and put in place between two
-// steps.
+// Segments of decoded tokens on the device. Another thread searches their strategy; the result replaces them between
+// two steps.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,13 @@
 #include "../../../../../core/host/host_vector.hpp"
 #include "../../../../../core/sequence_layer.hpp"
 #include "encode_rows.cuh"
-#include "packed_places.cuh"
+#include "segment_store.cuh"
 #include "strategy_task.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// What a store of packed rows knows of its segments' strategies: nothing, where all are packed alike.
+/// The searches of a store of packed rows. Where all segments are packed alike, there are none.
 template <packing_layout Layout, class View>
 class segment_searches {
  public:
@@ -30,23 +30,23 @@ class segment_searches {
   static std::size_t finished(sequence_layer, std::size_t all) { return all > 0 ? all - 1 : 0; }
   static const segment_record& like(sequence_layer, const segments& all) { return all.back(); }
   static bool joins(sequence_layer, const segments&) { return true; }
-  static host_vector<rows_before> room(sequence_layer, index_t) { return {}; }
+  static host_vector<rows_before> blocks_for(sequence_layer, index_t) { return {}; }
   void noted(const host_vector<encode_problem<View>>&, const host_vector<joining_rows>&, const packing_layers&,
              cudaStream_t) {}
   void joined(const View&, sequence_layer, index_t, index_t, host_vector<rows_before>, cudaStream_t) {}
   void ended(sequence_layer, std::size_t) {}
   void mark(index_t, cudaStream_t) {}
-  void settle(index_t, packed_places&, bool, cudaStream_t) {}
+  void settle(index_t, segment_store&, bool, cudaStream_t) {}
   offset_t bytes(sequence_layer) const { return 0; }
 };
 
-/// Of each place: the segments that are settled, those behind them, which are packed by the last settled one's
-/// strategy, and their rows as they were, on the host. Of each sequence: the search that goes on, of the newest settled
-/// segments.
+/// An entry is a (layer, sequence). It has settled segments, and segments behind them, which are packed by the strategy
+/// of the last settled one. The original rows of the latter lie on the host. A sequence has at most one search, of its
+/// newest settled segments.
 ///
-/// Rows wait on the host, for the device's memory is what packing saves: kernels write them to page-locked blocks, and
-/// losses too, and nobody waits. What the host decides by losses it decides before the next rows are packed, so that
-/// they have long been there.
+/// Original rows lie on the host because packing is there to save the device's memory. Kernels write them to
+/// page-locked blocks, losses too, and nothing waits for that. The host decides by losses just before the next rows are
+/// packed; by then they have long arrived.
 template <searching_layout Layout, class View>
 class segment_searches<Layout, View> {
   using rows_type = typename Layout::rows_type;
@@ -56,20 +56,25 @@ class segment_searches<Layout, View> {
  public:
   using segments = host_vector<segment_record>;
 
-  /// `layers`: those that pack.
+  /// `layers`: how many layers pack.
   segment_searches(const rows_type& rows, const segment_formats& formats, index_t layers, index_t sequences,
-                   index_t kv_heads, index_t most_segments)
-      : rows_(rows), formats_(formats), layers_(layers), heads_(kv_heads), most_(most_segments), ranges_(layers) {
+                   index_t kv_heads, index_t max_segments)
+      : rows_(rows),
+        formats_(formats),
+        layers_(layers),
+        heads_(kv_heads),
+        max_segments_(max_segments),
+        ranges_(layers) {
     if (!on()) return;
     worker_ = std::make_shared<background>();
     sessions_.resize(std::size_t(sequences));
     ranges_.open(sequences - 1);
-    totals_ = pinned_buffer<double>(sequence_major{layers}.index({0, sequences}) * std::size_t(most_segments));
+    totals_ = pinned_buffer<double>(sequence_major{layers}.index({0, sequences}) * std::size_t(max_segments));
     blocks_.emplace(std::size_t(kv_heads) * std::size_t(rows.tail.tail) * (Layout::k_dim + Layout::v_dim) * sizeof(T));
     losses_.emplace(kv_heads, (std::max)(rows.segment, rows_type::own_segment_tokens + rows.tail.tail));
   }
 
-  /// Whose thread searches. Copies of a cache share it.
+  /// The thread that searches. Copies of a cache share it.
   const std::shared_ptr<background>& worker() const { return worker_; }
   void use(std::shared_ptr<background> worker) { worker_ = std::move(worker); }
   strategy_report report(index_t id) const {
@@ -87,8 +92,8 @@ class segment_searches<Layout, View> {
     ranges_.clear(id);
   }
 
-  /// To a sequence without segments; a search that goes on is shared. Waits for what was packed, also of who had the id
-  /// before: kernels write the losses.
+  /// Copies to a sequence without segments. A running search is shared. Waits for kernels that packed rows of either
+  /// id, because they write the losses.
   void copy(index_t from, index_t to) {
     if (!on()) return;
     session& now = sessions_[std::size_t(to)];
@@ -96,16 +101,16 @@ class segment_searches<Layout, View> {
     for (index_t layer = 0; layer < layers_; ++layer)
       ranges_[sequence_layer{layer, to}] = ranges_[sequence_layer{layer, from}];
     sessions_[std::size_t(from)].packed.wait(), now.packed.wait();
-    std::copy_n(total({0, from}, 0), std::size_t(layers_) * std::size_t(most_), total({0, to}, 0));
+    std::copy_n(total({0, from}, 0), std::size_t(layers_) * std::size_t(max_segments_), total({0, to}, 0));
   }
-  /// Of `all` segments those that nobody will write to again.
+  /// How many of `all` segments are never written again.
   std::size_t finished(sequence_layer owner, std::size_t all) const {
     if (!on()) return all > 0 ? all - 1 : 0;
-    const range& here = ranges_[owner];
-    return here.first < here.last ? here.first : here.settled;
+    const range& found = ranges_[owner];
+    return found.first < found.last ? found.first : found.settled;
   }
 
-  /// Whose basis and format new rows take, and whether they may join the last segment.
+  /// The segment whose basis and format new rows get. `joins`: whether they may join the last segment.
   const segment_record& like(sequence_layer owner, const segments& all) const {
     return on() ? all[ranges_[owner].settled - 1] : all.back();
   }
@@ -116,69 +121,69 @@ class segment_searches<Layout, View> {
            last.block == own.block;
   }
 
-  /// Blocks for `count` rows that are about to be packed, which `joined` takes without more memory. Errors: no memory.
-  host_vector<rows_before> room(sequence_layer owner, index_t count) {
+  /// Blocks for `count` rows that are about to be packed; `joined` then allocates nothing. Errors: no memory.
+  host_vector<rows_before> blocks_for(sequence_layer owner, index_t count) {
     host_vector<rows_before> made;
     if (on()) {
-      auto& before = ranges_[owner].before;
-      before.reserve(before.size() + std::size_t(ceil_div(count, rows_.tail.tail)));
+      auto& originals = ranges_[owner].originals;
+      originals.reserve(originals.size() + std::size_t(ceil_div(count, rows_.tail.tail)));
     }
     for (; on() && count > 0; count -= rows_.tail.tail)
-      made.push_back({blocks_->take(), (std::min)(count, rows_.tail.tail)});
+      made.push_back({blocks_->allocate(), (std::min)(count, rows_.tail.tail)});
     return made;
   }
-  /// Whole rows have been packed: what that left out of them is summed.
+  /// Called when whole rows have been packed: sums their losses.
   void noted(const host_vector<encode_problem<View>>& problems, const host_vector<joining_rows>& all,
              const packing_layers& packing, cudaStream_t stream) {
     for (std::size_t i = 0; on() && i < all.size(); ++i) {
       const joining_rows& rows = all[i];
-      losses_->run(problems[i].view, rows.segment, rows.held, rows.first, rows.count,
-                   total({packing.of[std::size_t(rows.owner.layer)], rows.owner.id}, rows.slot), stream);
+      losses_->run(problems[i].view, rows.segment, rows.stored, rows.first, rows.count,
+                   total({packing.number[std::size_t(rows.owner.layer)], rows.owner.id}, rows.slot), stream);
     }
   }
-  /// They stand behind the settled segments, and are still whole. `blocks` are those of `room`.
+  /// Called when packed rows have joined a segment, while they are still whole: copies them to `blocks`, which
+  /// `blocks_for` made.
   void joined(const View& view, sequence_layer owner, index_t first, index_t count, host_vector<rows_before> blocks,
               cudaStream_t stream) {
     if (!on()) return;
     keep_rows(view.whole, first, count, blocks, stream);
-    range& here = ranges_[owner];
-    here.rows += count;
-    here.before.insert(here.before.end(), blocks.begin(), blocks.end());
+    range& found = ranges_[owner];
+    found.rows += count;
+    found.originals.insert(found.originals.end(), blocks.begin(), blocks.end());
   }
-  /// Segments of their own have come: all stay as they are.
+  /// Called when rows became segments of their own: all segments are settled.
   void ended(sequence_layer owner, std::size_t all) {
     if (on()) end(ranges_[owner], all);
   }
-  /// All that was packed of a sequence, for now.
+  /// Marks everything that has been packed of a sequence so far.
   void mark(index_t id, cudaStream_t stream) {
     if (on()) sessions_[std::size_t(id)].packed.set(stream);
   }
 
-  /// Between two steps: what a search has made takes its place; and, where rows are `due`, a segment that has to end
-  /// does before they come. Waits for nothing that came after the rows before them; where memory runs out, all stays as
-  /// it is for now.
-  void settle(index_t id, packed_places& places, bool due, cudaStream_t stream) {
+  /// Called between two steps. Replaces segments by the result of a search. Where rows are `due`, a segment that has to
+  /// end ends before they join it. Waits for nothing newer than earlier rows. Where memory runs out, nothing changes.
+  void settle(index_t id, segment_store& stored, bool due, cudaStream_t stream) {
     if (!on()) return;
     session& now = sessions_[std::size_t(id)];
-    if (now.task && now.task->state() != task_state::waiting) take(id, now, places, stream);
+    if (now.task && now.task->state() != task_state::waiting) adopt(id, now, stored, stream);
     if (!due) return;
     index_t rows = 0;
     for (index_t layer = 0; layer < layers_; ++layer) rows = (std::max)(rows, ranges_[sequence_layer{layer, id}].rows);
     const bool full = rows >= rows_.segment;
-    if (!full && (rows < rows_.strategy.least_segment || !lost_enough(id, now, places))) return;
-    if (!now.task && begin(id, now, places, stream)) return;
-    if (!full) return;  // it goes on until the search before it is over, or it is full
+    if (!full && (rows < rows_.strategy.least_segment || !lost_enough(id, now, stored))) return;
+    if (!now.task && begin(id, now, stored, stream)) return;
+    if (!full) return;  // the segment grows until the running search ends or the segment is full
     for (index_t layer = 0; layer < layers_; ++layer)
-      end(ranges_[sequence_layer{layer, id}], places.segments({layer, id}).size());
+      end(ranges_[sequence_layer{layer, id}], stored.segments({layer, id}).size());
     ++now.report.unchanged;
   }
 
-  /// Of rows that wait on the host, those that are being searched among them.
+  /// Bytes of original rows on the host, those of a running search included.
   offset_t bytes(sequence_layer owner) const {
     if (!on()) return 0;
-    std::size_t blocks = ranges_[owner].before.size();
+    std::size_t blocks = ranges_[owner].originals.size();
     if (const auto& task = sessions_[std::size_t(owner.id)].task) {
-      for (const auto& part : task->parts) blocks += part.layer == owner.layer ? part.before.size() : 0;
+      for (const auto& part : task->parts) blocks += part.layer == owner.layer ? part.originals.size() : 0;
     }
     return offset_t(blocks * blocks_->block_bytes());
   }
@@ -186,35 +191,35 @@ class segment_searches<Layout, View> {
  private:
   struct range {
     std::size_t settled = 0;          // segments
-    std::size_t first = 0, last = 0;  // those whose place what a search makes takes; none: equal
+    std::size_t first = 0, last = 0;  // segments that the running search will replace; none: equal
     index_t rows = 0;                 // behind the settled ones
-    host_vector<rows_before> before;
+    host_vector<rows_before> originals;
   };
   struct session {
     std::shared_ptr<search_type> task;
-    stream_mark packed;  // when the newest rows were
+    stream_mark packed;  // the newest rows
     strategy_report report;
   };
   bool on() const { return rows_.strategy.searched(); }
   double* total(sequence_layer owner, index_t slot) const {
-    return totals_.data() + sequence_major{layers_}.index(owner) * std::size_t(most_) + std::size_t(slot);
+    return totals_.data() + sequence_major{layers_}.index(owner) * std::size_t(max_segments_) + std::size_t(slot);
   }
-  static void end(range& here, std::size_t all) {
-    here.settled = all;
-    here.rows = 0;
-    here.before.clear();
+  static void end(range& found, std::size_t all) {
+    found.settled = all;
+    found.rows = 0;
+    found.originals.clear();
   }
 
-  /// Of all layers together: a sequence's segments end at one token.
-  bool lost_enough(index_t id, const session& now, const packed_places& places) const {
+  /// Whether packing has lost enough, in all layers together: a sequence's segments end at one token.
+  bool lost_enough(index_t id, const session& now, const segment_store& stored) const {
     now.packed.wait();
     double lost = 0, allowed = 0;
     for (index_t layer = 0; layer < layers_; ++layer) {
-      const range& here = ranges_[sequence_layer{layer, id}];
-      if (here.rows == 0) continue;
-      const segments& all = places.segments({layer, id});
-      for (std::size_t i = here.settled; i < all.size(); ++i) lost += *total({layer, id}, all[i].slot);
-      const segment_record& own = all[here.settled - 1];
+      const range& found = ranges_[sequence_layer{layer, id}];
+      if (found.rows == 0) continue;
+      const segments& all = stored.segments({layer, id});
+      for (std::size_t i = found.settled; i < all.size(); ++i) lost += *total({layer, id}, all[i].slot);
+      const segment_record& own = all[found.settled - 1];
       const double mean = *total({layer, id}, own.slot) / (std::max<index_t>)(1, own.rows);
       const auto& limits = rows_.strategy;
       allowed += limits.segment_loss > 0 ? double(limits.segment_loss) : mean * limits.reference;
@@ -229,13 +234,13 @@ class segment_searches<Layout, View> {
     }
   }
 
-  /// Returns whether a search has begun.
-  bool begin(index_t id, session& now, const packed_places& places, cudaStream_t stream) {
+  /// Begins a search; returns whether it began.
+  bool begin(index_t id, session& now, const segment_store& stored, cudaStream_t stream) {
     try {
       host_vector<typename search_type::layer_part> parts;
       for (index_t layer = 0; layer < layers_; ++layer) {
-        const range& here = ranges_[sequence_layer{layer, id}];
-        if (here.rows > 0) parts.push_back({layer, here.before, here.rows});
+        const range& found = ranges_[sequence_layer{layer, id}];
+        if (found.rows > 0) parts.push_back({layer, found.originals, found.rows});
       }
       const auto copied = std::make_shared<stream_mark>();
       copied->set(stream);
@@ -253,18 +258,18 @@ class segment_searches<Layout, View> {
       say(now.report, no_memory.what());
       return false;
     } catch (...) {
-      return false;  // no memory: another time
+      return false;  // no memory: tried another time
     }
     for (index_t layer = 0; layer < layers_; ++layer) {
-      range& here = ranges_[sequence_layer{layer, id}];
-      here.first = here.settled;
-      here.last = places.segments({layer, id}).size();
-      end(here, here.last);
+      range& found = ranges_[sequence_layer{layer, id}];
+      found.first = found.settled;
+      found.last = stored.segments({layer, id}).size();
+      end(found, found.last);
     }
     return true;
   }
 
-  void take(index_t id, session& now, packed_places& places, cudaStream_t stream) {
+  void adopt(index_t id, session& now, segment_store& stored, cudaStream_t stream) {
     const std::shared_ptr<search_type> over = std::exchange(now.task, nullptr);
     const bool done = over->state() == task_state::done;
     ++(done ? now.report.searched : now.report.unchanged);
@@ -274,12 +279,12 @@ class segment_searches<Layout, View> {
     }
     for (auto& part : over->parts) {
       const sequence_layer owner{part.layer, id};
-      range& here = ranges_[owner];
-      const std::size_t replaced = here.last - here.first, last = std::exchange(here.last, here.first);
+      range& found = ranges_[owner];
+      const std::size_t replaced = found.last - found.first, last = std::exchange(found.last, found.first);
       if (replaced == 0 || !done) continue;
-      places.replace_segments(owner, here.first, last, part.record, part.made, stream);
-      *total(owner, places.segments(owner)[here.first].slot) = part.loss;
-      here.settled -= replaced - 1;
+      stored.replace_segments(owner, found.first, last, part.record, part.made, stream);
+      *total(owner, stored.segments(owner)[found.first].slot) = part.loss;
+      found.settled -= replaced - 1;
     }
     over->memory()->used.set(stream);
     spare_ = over->memory();
@@ -287,14 +292,14 @@ class segment_searches<Layout, View> {
 
   rows_type rows_;
   segment_formats formats_;
-  index_t layers_, heads_, most_;
+  index_t layers_, heads_, max_segments_;
   std::shared_ptr<background> worker_;
   host_vector<session> sessions_;
   sequence_table<range> ranges_;
   pinned_buffer<double> totals_;  // [sequences, layers, slots], what packing has left out of rows
   std::optional<row_blocks> blocks_;
   std::optional<row_losses<View>> losses_;
-  std::shared_ptr<search_memory> spare_;  // of a search that is over
+  std::shared_ptr<search_memory> spare_;  // of the previous search
 };
 
 }  // namespace cuda

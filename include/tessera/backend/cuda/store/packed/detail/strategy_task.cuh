@@ -12,8 +12,8 @@
 #include "../../../../../runtime/background.hpp"
 #include "../../../../../runtime/jacobi.hpp"
 #include "../../../../../runtime/strategy.hpp"
-#include "packed_places.cuh"
 #include "rows_before.cuh"
+#include "segment_store.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -25,12 +25,12 @@ struct segment_image {
 
   index_t blocks() const { return block > 0 ? ceil_div(rows, block) : 0; }
   std::size_t bytes() const { return bytes_of(k, rows) + bytes_of(v, rows) + bytes_of(k, blocks()); }
-  /// Without bases and lengths.
-  device_segment at(std::byte* from) const {
+  /// The segment in `memory`, without bases and lengths.
+  device_segment segment(std::byte* memory) const {
     device_segment made;
-    made.k = vectors(k, rows, from);
-    made.v = vectors(v, rows, from + bytes_of(k, rows));
-    made.means = vectors(k, blocks(), from + bytes_of(k, rows) + bytes_of(v, rows));
+    made.k = vectors(k, rows, memory);
+    made.v = vectors(v, rows, memory + bytes_of(k, rows));
+    made.means = vectors(k, blocks(), memory + bytes_of(k, rows) + bytes_of(v, rows));
     made.block = block;
     return made;
   }
@@ -61,15 +61,15 @@ struct segment_image {
   }
 };
 
-/// Device memory in which a search leaves what it has made, until it has been put in place: `used` says when.
+/// Device memory for the segments that a search has made. `used` marks when they have been copied to the store.
 struct search_memory {
   device_buffer<std::byte> bytes;
   stream_mark used;
   explicit search_memory(std::size_t count) : bytes(device_buffer<std::byte>::not_cleared(count)) {}
 };
 
-/// Searches a strategy for the rows of one segment in every layer, packs them by it, and takes what it has made to the
-/// device, on a stream of its own.
+/// Searches a strategy for the rows of one segment in every layer, packs them by it, and copies the result to the
+/// device on a stream of its own.
 template <packing_layout Layout>
 class strategy_task final : public background_task {
   static constexpr int k_dim = Layout::k_dim, v_dim = Layout::v_dim;
@@ -82,16 +82,16 @@ class strategy_task final : public background_task {
  public:
   struct layer_part {
     index_t layer;
-    host_vector<rows_before> before;
+    host_vector<rows_before> originals;
     index_t rows;
-    // What has come of it:
+    // The result:
     segment_record record{};
     device_segment made{};
     double loss = 0;  // of all rows, the mean of heads
   };
   host_vector<layer_part> parts;
 
-  /// Makes room for what may be found. `copied`: when the rows have come to the host.
+  /// Allocates memory for every possible result. `copied` marks when the rows are on the host.
   /// Errors   no memory: tessera::error.
   strategy_task(const rows_type& rows, const segment_formats& formats, index_t kv_heads, host_vector<layer_part> of,
                 std::shared_ptr<search_memory> memory, std::shared_ptr<stream_mark> copied)
@@ -145,12 +145,12 @@ class strategy_task final : public background_task {
   }
   offset_t bases_of_part() const { return heads_ * (formats_.k_basis() + formats_.v_basis()); }
 
-  /// Where each row of a layer lies, of head 0; and from one head to the next.
-  struct row_places {
+  /// The address of each row of a layer in head 0, and the distance from one head to the next.
+  struct row_addresses {
     host_vector<const T*> k, v;
     host_vector<offset_t> k_head, v_head;
-    row_places(const layer_part& part, index_t heads) {
-      for (const rows_before& some : part.before) {
+    row_addresses(const layer_part& part, index_t heads) {
+      for (const rows_before& some : part.originals) {
         const T* from = reinterpret_cast<const T*>(some.block.get());
         for (index_t i = 0; i < some.rows; ++i) {
           k.push_back(from + offset_t(i) * k_dim), k_head.push_back(offset_t(some.rows) * k_dim);
@@ -171,7 +171,7 @@ class strategy_task final : public background_task {
   /// Returns whether it has come to an end.
   bool search(layer_part& part, std::size_t number, std::size_t begin, cudaStream_t stream,
               const std::atomic<bool>& stopping) {
-    const row_places places(part, heads_);
+    const row_addresses addresses(part, heads_);
     strategy_search<typename rows_type::key_channels> search(rows_.key);
     const auto name = [&](const char* what, index_t h) {
       return what + std::string(" of layer ") + std::to_string(part.layer) + ", kv_head " + std::to_string(h);
@@ -181,8 +181,8 @@ class strategy_task final : public background_task {
     const auto v_basis = [&](index_t h) { return bases.data() + heads_ * formats_.k_basis() + h * formats_.v_basis(); };
     for (index_t h = 0; h < heads_; ++h) {
       if (this->is_over(stopping)) return false;
-      const auto keys = loader<k_dim>(places.k, places.k_head, h);
-      const auto values = loader<v_dim>(places.v, places.v_head, h);
+      const auto keys = loader<k_dim>(addresses.k, addresses.k_head, h);
+      const auto values = loader<v_dim>(addresses.v, addresses.v_head, h);
       find_basis<k_dim>(part.rows, formats_.k.channels, name("keys", h), keys, k_basis(h));
       find_basis<v_dim>(part.rows, formats_.v.channels, name("values", h), values, v_basis(h));
       search.add(part.rows, k_dim, formats_.k.channels, k_basis(h), keys);
@@ -197,19 +197,19 @@ class strategy_task final : public background_task {
     const segment_image image{found.key_format(), found.value_format(), formats_.block > 0 ? best.block : 0, heads_,
                               part.rows};
     host_vector<std::byte> bytes(image.bytes());
-    const device_segment made = image.at(bytes.data());
+    const device_segment made = image.segment(bytes.data());
     for (index_t h = 0; h < heads_; ++h) {
       if (this->is_over(stopping)) return false;
-      pack_side<k_dim>(found.key, made.k, h, part.rows, loader<k_dim>(places.k, places.k_head, h), k_basis(h),
+      pack_side<k_dim>(found.key, made.k, h, part.rows, loader<k_dim>(addresses.k, addresses.k_head, h), k_basis(h),
                        part.loss, image.block, made.means);
-      pack_side<v_dim>(found.value, made.v, h, part.rows, loader<v_dim>(places.v, places.v_head, h), v_basis(h),
+      pack_side<v_dim>(found.value, made.v, h, part.rows, loader<v_dim>(addresses.v, addresses.v_head, h), v_basis(h),
                        part.loss, 0, made.means);
     }
     part.loss /= heads_;
     float* on_device = bases_->data() + offset_t(number) * bases_of_part();
     upload(bytes.data(), memory_->bytes.data() + begin, bytes.size(), stream);
     upload(bases.data(), on_device, bases.size() * sizeof(float), stream);
-    part.made = image.at(memory_->bytes.data() + begin);
+    part.made = image.segment(memory_->bytes.data() + begin);
     part.record.k = image.k, part.record.v = image.v, part.record.block = image.block;
     part.record.bases = bases_;
     part.record.k_basis = on_device, part.record.v_basis = on_device + heads_ * formats_.k_basis();

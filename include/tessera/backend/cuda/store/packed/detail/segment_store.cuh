@@ -25,7 +25,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// What segments of a layout are made by.
+/// The formats of the segments of a layout.
 struct segment_formats {
   packed_format k, v;
   int k_dim = 0, v_dim = 0;
@@ -39,16 +39,16 @@ struct segment_formats {
   offset_t v_basis() const { return rotates ? offset_t(v.channels) * v_dim : 0; }
 };
 
-/// Bases and sets of channels that were made together; whoever reads them holds them.
+/// Bases and sets of channels that were made together, shared by everything that reads them.
 using segment_bases = std::shared_ptr<const device_buffer<float>>;
 using segment_sets = std::shared_ptr<const device_buffer<std::uint32_t>>;
 
 /// What the host knows of a segment.
 struct segment_record {
-  index_t first_row = 0, rows = 0, slot = 0;  ///< slot: where the device counts its rows, its own while it is there
+  index_t first_row = 0, rows = 0, slot = 0;  ///< slot: where the device counts its rows, as long as it exists
   packed_format k{}, v{};
   index_t block = 0;
-  std::size_t home = 0;   ///< place in whose planes its rows lie, where they were packed
+  std::size_t home = 0;   ///< the entry in whose planes its rows lie, where they were packed
   segment_bases bases{};  ///< null: as the engine hands vectors over
   const float *k_basis = nullptr, *v_basis = nullptr;
   segment_sets sets{};  ///< null: every row has bits
@@ -57,16 +57,16 @@ struct segment_record {
 
 namespace detail {
 
-/// A segment comes to its place in the table, with so many rows; of `counted` segments that there are.
+/// Writes a segment with `rows` rows to the table, and `counted` to the number of segments.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
-    put_segment_entry(device_segment* to, const __grid_constant__ device_segment made, index_t kv_heads, index_t rows,
-                      index_t* count, index_t counted) {
+    write_segment_entry(device_segment* to, const __grid_constant__ device_segment made, index_t kv_heads, index_t rows,
+                        index_t* count, index_t counted) {
   if (threadIdx.x == 0) *to = made, *count = counted;
   for (index_t h = index_t(threadIdx.x); h < kv_heads; h += Threads) made.rows[h] = rows;
 }
 
-/// Copies what vectors of one kind hold of a head, words of 32 bits; by all blocks of a row of the grid.
+/// Copies the vectors of one kind of a head, in words of 32 bits. All blocks of a row of the grid share the work.
 template <int Threads>
 __device__ void copy_vectors(const packed_vectors& from, const packed_vectors& to, index_t head, index_t rows) {
   const auto copy = [&](const void* source, void* target, offset_t words) {
@@ -79,7 +79,7 @@ __device__ void copy_vectors(const packed_vectors& from, const packed_vectors& t
   if (format.scaled()) copy(from.scales + from.row(head, 0), to.scales + to.row(head, 0), rows);
 }
 
-/// A segment that was made elsewhere comes to its window. blockIdx: part, head, kind.
+/// Copies a segment that was made elsewhere to its window. blockIdx: part, head, kind.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     move_segment_entry(const __grid_constant__ device_segment from, const __grid_constant__ device_segment to,
@@ -92,42 +92,42 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Rows of a place lie one behind the other in planes that have room for `tokens` of every kv_head; segments are
-/// windows of them, so that the last one grows where it lies. Means likewise: a segment begins with a new block. Heads
-/// of a place are equally long. Windows have room for the longest rows, so that a segment that is packed anew fits
-/// where it lay. What a forked sequence shares lies in another place's planes until that one is cleared: whoever then
-/// still reads it takes it over.
+/// The segments of every entry; an entry is a (layer, sequence). Its rows lie one behind the other in planes with room
+/// for `tokens` of every kv_head, and segments are windows of them, so the last one grows within its window. Means lie
+/// likewise: a segment begins with a new block. Heads of an entry are equally long. Windows have room for the longest
+/// rows, so a segment that is packed anew fits into its window. What a forked sequence shares lies in another entry's
+/// planes. When that entry is cleared, an entry that still reads the rows copies them to its own planes.
 ///
-/// Memory   all of it when made, but for bases and sets. Copies are independent; they share bases, which nobody writes
-///          twice.
-class packed_places {
+/// Memory   all of it when made, but for bases and sets. Copies are independent. They share bases, which are written
+///          once.
+class segment_store {
  public:
-  packed_places(const segment_formats& formats, index_t layers, index_t sequences, index_t kv_heads, index_t tokens,
-                index_t most_segments)
+  segment_store(const segment_formats& formats, index_t layers, index_t sequences, index_t kv_heads, index_t tokens,
+                index_t max_segments)
       : formats_(formats),
         layers_(layers),
         order_{sequences},
         heads_(kv_heads),
-        most_(most_segments),
-        k_(formats.widest_k, places() * std::size_t(kv_heads), tokens),
-        v_(formats.widest_v, places() * std::size_t(kv_heads), tokens),
-        means_(formats.widest_k, places() * std::size_t(kv_heads),
+        max_segments_(max_segments),
+        k_(formats.widest_k, entries() * std::size_t(kv_heads), tokens),
+        v_(formats.widest_v, entries() * std::size_t(kv_heads), tokens),
+        means_(formats.widest_k, entries() * std::size_t(kv_heads),
                formats.block > 0 ? ceil_div(tokens, formats.least_block) : 0),
-        table_(places() * std::size_t(most_segments)),
-        counts_(places()),
+        table_(entries() * std::size_t(max_segments)),
+        counts_(entries()),
         rows_(table_.size() * std::size_t(kv_heads)),
         batch_(1, sequences, 1),
-        records_(places()) {
+        records_(entries()) {
     host_vector<index_t> ids;
     for (index_t id = 0; id < sequences; ++id) ids.push_back(id);
-    check(cudaMemcpy(batch_.of({}), ids.data(), ids.size() * sizeof(index_t), cudaMemcpyHostToDevice), "cudaMemcpy");
+    check(cudaMemcpy(batch_.entry({}), ids.data(), ids.size() * sizeof(index_t), cudaMemcpyHostToDevice), "cudaMemcpy");
   }
-  packed_places(const packed_places& other)
+  segment_store(const segment_store& other)
       : formats_(other.formats_),
         layers_(other.layers_),
         order_(other.order_),
         heads_(other.heads_),
-        most_(other.most_),
+        max_segments_(other.max_segments_),
         k_(other.k_),
         v_(other.v_),
         means_(other.means_),
@@ -138,11 +138,11 @@ class packed_places {
         records_(other.records_) {
     point_table_here();
   }
-  packed_places(packed_places&&) noexcept = default;
-  packed_places& operator=(packed_places&&) noexcept = default;
-  packed_places& operator=(const packed_places& other) { return *this = packed_places(other); }
+  segment_store(segment_store&&) noexcept = default;
+  segment_store& operator=(segment_store&&) noexcept = default;
+  segment_store& operator=(const segment_store& other) { return *this = segment_store(other); }
 
-  index_t most_segments() const { return most_; }
+  index_t max_segments() const { return max_segments_; }
   const segment_formats& formats() const { return formats_; }
   const host_vector<segment_record>& segments(sequence_layer owner) const { return records_[order_.index(owner)]; }
   index_t rows(sequence_layer owner) const {
@@ -151,7 +151,7 @@ class packed_places {
   }
   static index_t blocks(const segment_record& of) { return of.block > 0 ? ceil_div(of.rows, of.block) : 0; }
 
-  /// Sets where a view finds the segments of one sequence of a layer, or of the batch that the step table gathered.
+  /// Points a view to the segments of one sequence of a layer, or of the batch that the step table gathered.
   template <class View>
   void show(View& view, sequence_layer owner) const {
     point(view, order_.index(owner));
@@ -160,47 +160,46 @@ class packed_places {
   template <class View>
   void show_batch(View& view, index_t layer) const {
     point(view, order_.index({layer, 0}));
-    view.places = batch_.batch(0);
+    view.entries = batch_.batch(0);
   }
   detail::gathered_column gathered() const { return batch_.gathered(); }
 
-  /// Begins a segment, of which no rows are there yet. It knows its bases and sets; where its rows lie is set here.
+  /// Begins a segment without rows. The record has its bases and sets; this sets where its rows will lie.
   void begin_segment(sequence_layer owner, segment_record record, cudaStream_t stream) {
     add_segment(owner, behind(owner, std::move(record), {}), stream);
   }
-  /// Room on the host for as many more, so that `add_segment` needs none.
+  /// Reserves memory on the host for `more` segments, so that `add_segment` allocates none.
   void make_room(sequence_layer owner, std::size_t more) {
     auto& all = records_[order_.index(owner)];
     all.reserve(all.size() + more);
   }
-  /// The same for one that stands behind `unseen` ones and that no view counts before `add_segment`: rows may be packed
-  /// into it.
-  segment_record begin_unseen(sequence_layer owner, segment_record record,
-                              const host_vector<segment_record>& unseen, cudaStream_t stream) const {
+  /// Begins a segment behind `unseen` ones. No view counts it before `add_segment`, but rows may be packed into it.
+  segment_record begin_unseen(sequence_layer owner, segment_record record, const host_vector<segment_record>& unseen,
+                              cudaStream_t stream) const {
     segment_record begun = behind(owner, std::move(record), unseen);
-    const std::size_t at = order_.index(owner);
-    put(at, records_[at].size() + unseen.size(), begun, records_[at].size(), stream);
+    const std::size_t entry = order_.index(owner);
+    write_entry(entry, records_[entry].size() + unseen.size(), begun, records_[entry].size(), stream);
     return begun;
   }
   void add_segment(sequence_layer owner, segment_record record, cudaStream_t stream) {
-    const std::size_t at = order_.index(owner);
-    records_[at].push_back(std::move(record));
-    put(at, records_[at].size() - 1, stream);
+    const std::size_t entry = order_.index(owner);
+    records_[entry].push_back(std::move(record));
+    write_entry(entry, records_[entry].size() - 1, stream);
   }
-  /// Notes that the last segment took rows.
-  void took(sequence_layer owner, index_t rows) { records_[order_.index(owner)].back().rows += rows; }
+  /// Notes that the last segment grew by `rows`.
+  void grew(sequence_layer owner, index_t rows) { records_[order_.index(owner)].back().rows += rows; }
 
-  /// Room on the host for `commit_copy`, which an empty place needs to get what another one holds: the first `shared`
-  /// segments stay where they are, the others are copied.
+  /// Reserves memory on the host for `commit_copy`, which gives an empty entry the segments of another one. The first
+  /// `shared` segments are shared, the others are copied.
   void plan_copy(index_t layer, index_t from, index_t to) {
     records_[order_.index({layer, to})].reserve(records_[order_.index({layer, from})].size());
   }
   void commit_copy(index_t layer, index_t from, index_t to, std::size_t shared, cudaStream_t stream) {
-    const std::size_t source = order_.index({layer, from}), at = order_.index({layer, to});
+    const std::size_t source = order_.index({layer, from}), entry = order_.index({layer, to});
     for (const segment_record& record : records_[source]) {
-      records_[at].push_back(record);
-      const std::size_t i = records_[at].size() - 1;
-      i < shared ? put(at, i, stream) : take_over(at, i, stream);
+      records_[entry].push_back(record);
+      const std::size_t i = records_[entry].size() - 1;
+      i < shared ? write_entry(entry, i, stream) : take_over(entry, i, stream);
     }
   }
 
@@ -212,19 +211,19 @@ class packed_places {
     check(cudaMemsetAsync(counts_.data() + order_.index(owner), 0, sizeof(index_t), stream), "cudaMemsetAsync");
   }
 
-  /// One segment takes the place of segments `first` to `last` - 1: `made` is it in other memory, their rows in the
-  /// record's formats, and stays until the copy is done. Whoever reads segments on the stream afterwards sees it.
+  /// Replaces segments `first` to `last` - 1 by one. `made` has their rows in the record's formats, in other memory,
+  /// which must live until the copy is done. Later reads on the stream see the new segment.
   void replace_segments(sequence_layer owner, std::size_t first, std::size_t last, segment_record record,
                         const device_segment& made, cudaStream_t stream) {
-    const std::size_t at = order_.index(owner);
-    auto& all = records_[at];
-    record.first_row = all[first].first_row, record.slot = all[first].slot, record.rows = 0, record.home = at;
+    const std::size_t entry = order_.index(owner);
+    auto& all = records_[entry];
+    record.first_row = all[first].first_row, record.slot = all[first].slot, record.rows = 0, record.home = entry;
     for (std::size_t i = first; i < last; ++i) record.rows += all[i].rows;
     all[first] = std::move(record);
     all.erase(all.begin() + offset_t(first) + 1, all.begin() + offset_t(last));
-    move(made, at, first, stream);
+    move(made, entry, first, stream);
     const std::size_t end = last - first > 1 ? all.size() : first + 1;
-    for (std::size_t i = first; i < end; ++i) put(at, i, stream);
+    for (std::size_t i = first; i < end; ++i) write_entry(entry, i, stream);
   }
 
   /// The slots of chosen blocks, which are counted over all segments.
@@ -241,31 +240,31 @@ class packed_places {
     return slots;
   }
 
-  /// Of `rows` rows of a head that a step reads, as if they were of the segment with the longest, and, as if some of
-  /// every segment were read, bases; where blocks are scored, means and the bases of keys besides.
+  /// An upper bound of the bytes that a step reads for `rows` rows of a head: rows of the longest format and the bases
+  /// of all segments. Where blocks are scored, means and the bases of keys come on top.
   offset_t read_bytes(sequence_layer owner, offset_t rows, bool scored) const {
     offset_t longest = 0, total = 0;
-    for (const segment_record& one : segments(owner)) {
-      longest = (std::max)(longest, row_bytes(one));
-      total += basis_bytes() + (scored ? mean_bytes(one) + k_basis_bytes() : 0);
+    for (const segment_record& record : segments(owner)) {
+      longest = (std::max)(longest, row_bytes(record));
+      total += basis_bytes() + (scored ? mean_bytes(record) + k_basis_bytes() : 0);
     }
     return total + rows * longest;
   }
-  /// Of rows and means of one place.
+  /// Bytes of rows, means and bases of one entry.
   offset_t bytes(sequence_layer owner) const {
     offset_t total = 0;
-    for (const segment_record& one : segments(owner))
-      total += one.rows * row_bytes(one) + mean_bytes(one) + basis_bytes();
+    for (const segment_record& record : segments(owner))
+      total += record.rows * row_bytes(record) + mean_bytes(record) + basis_bytes();
     return heads_ * total;
   }
-  /// Of all memory for rows and means.
+  /// Bytes of all memory for rows and means.
   offset_t bytes() const { return k_.bytes() + v_.bytes() + means_.bytes(); }
   static offset_t row_bytes(const segment_record& of) { return bytes_of(of.k) + bytes_of(of.v); }
-  /// Of the means of one head.
+  /// Bytes of the means of one head.
   static offset_t mean_bytes(const segment_record& of) { return blocks(of) * bytes_of(of.k); }
-  /// Of one head.
+  /// Bytes of the bases of keys of one head.
   offset_t k_basis_bytes() const { return formats_.k_basis() * offset_t(sizeof(float)); }
-  /// And of the sets that its rows share.
+  /// Bytes of all bases of one head and of the sets that its rows share.
   offset_t basis_bytes() const {
     return (formats_.k_basis() + formats_.v_basis()) * offset_t(sizeof(float)) + set_bytes(formats_.k) +
            set_bytes(formats_.v);
@@ -286,8 +285,8 @@ class packed_places {
           bits(of.own_bits ? lanes * std::size_t(tokens) * std::size_t(bit_words(of)) : 0),
           scales(of.scaled() ? lanes * std::size_t(tokens) : 0) {}
     offset_t bytes() const { return offset_t(values.bytes() + bits.bytes() + scales.bytes()); }
-    /// From row `first` of a lane on: of rows of another format.
-    packed_vectors from(std::size_t lane, index_t first, const packed_format& made) const {
+    /// The rows of a lane from row `first` on, in format `made`.
+    packed_vectors vectors(std::size_t lane, index_t first, const packed_format& made) const {
       const offset_t row = offset_t(lane) * capacity + first, stride = value_stride(format.value_bytes());
       return {made,
               capacity,
@@ -305,83 +304,85 @@ class packed_places {
     return value_stride(format.value_bytes()) + (format.own_bits ? bit_words(format) * 4 : 0) + format.scale_bytes();
   }
 
-  std::size_t places() const { return std::size_t(layers_) * std::size_t(order_.sequences); }
+  std::size_t entries() const { return std::size_t(layers_) * std::size_t(order_.sequences); }
   template <class View>
   void point(View& view, std::size_t first) const {
-    view.segments = table_.data() + first * std::size_t(most_);
+    view.segments = table_.data() + first * std::size_t(max_segments_);
     view.counts = counts_.data() + first;
-    view.most_segments = most_;
+    view.max_segments = max_segments_;
   }
-  /// Where a segment's rows lie behind all others; its slot is nobody's.
-  segment_record behind(sequence_layer owner, segment_record record,
-                        const host_vector<segment_record>& unseen) const {
-    const std::size_t at = order_.index(owner);
+  /// The record of a segment behind all others, with a slot that no other segment has.
+  segment_record behind(sequence_layer owner, segment_record record, const host_vector<segment_record>& unseen) const {
+    const std::size_t entry = order_.index(owner);
     record.first_row = unseen.empty() ? rows(owner) : unseen.back().first_row + unseen.back().rows;
-    record.rows = 0, record.slot = 0, record.home = at;
+    record.rows = 0, record.slot = 0, record.home = entry;
     const auto has = [&](const host_vector<segment_record>& all) {
-      return std::any_of(all.begin(), all.end(), [&](const segment_record& one) { return one.slot == record.slot; });
+      return std::any_of(all.begin(), all.end(),
+                         [&](const segment_record& other) { return other.slot == record.slot; });
     };
-    while (has(records_[at]) || has(unseen)) ++record.slot;
+    while (has(records_[entry]) || has(unseen)) ++record.slot;
     return record;
   }
-  device_segment segment(std::size_t at, std::size_t i) const { return segment(at, records_[at][i]); }
-  device_segment segment(std::size_t at, const segment_record& record) const {
+  device_segment segment(std::size_t entry, std::size_t i) const { return segment(entry, records_[entry][i]); }
+  device_segment segment(std::size_t entry, const segment_record& record) const {
     const std::size_t lane = record.home * std::size_t(heads_);
     const index_t first_mean = formats_.block > 0 ? record.first_row / formats_.least_block : 0;  // which divides it
-    device_segment made{k_.from(lane, record.first_row, record.k), v_.from(lane, record.first_row, record.v),
-                        means_.from(lane, first_mean, record.k), record.block,
-                        rows_.data() + (at * std::size_t(most_) + std::size_t(record.slot)) * std::size_t(heads_)};
+    device_segment made{
+        k_.vectors(lane, record.first_row, record.k), v_.vectors(lane, record.first_row, record.v),
+        means_.vectors(lane, first_mean, record.k), record.block,
+        rows_.data() + (entry * std::size_t(max_segments_) + std::size_t(record.slot)) * std::size_t(heads_)};
     made.k.basis = made.means.basis = record.k_basis;
     made.v.basis = record.v_basis;
     made.k.set = made.means.set = record.k_set;
     made.v.set = record.v_set;
     return made;
   }
-  void put(std::size_t at, std::size_t i, cudaStream_t stream) const {
-    put(at, i, records_[at][i], records_[at].size(), stream);
+  void write_entry(std::size_t entry, std::size_t i, cudaStream_t stream) const {
+    write_entry(entry, i, records_[entry][i], records_[entry].size(), stream);
   }
-  /// The i-th segment's entry; views count `counted` of them.
-  void put(std::size_t at, std::size_t i, const segment_record& record, std::size_t counted,
-           cudaStream_t stream) const {
-    detail::put_segment_entry<128><<<1, 128, 0, stream>>>(table_.data() + at * std::size_t(most_) + i,
-                                                          segment(at, record), heads_, record.rows, counts_.data() + at,
-                                                          index_t(counted));
-    check(cudaGetLastError(), "launch of put_segment");
+  /// Writes the i-th segment to the table; views count `counted` segments.
+  void write_entry(std::size_t entry, std::size_t i, const segment_record& record, std::size_t counted,
+                   cudaStream_t stream) const {
+    detail::write_segment_entry<128><<<1, 128, 0, stream>>>(table_.data() + entry * std::size_t(max_segments_) + i,
+                                                            segment(entry, record), heads_, record.rows,
+                                                            counts_.data() + entry, index_t(counted));
+    check(cudaGetLastError(), "launch of write_segment");
   }
-  /// Rows that lie elsewhere come to a segment's window.
-  void move(const device_segment& from, std::size_t at, std::size_t i, cudaStream_t stream) const {
-    const segment_record& to = records_[at][i];
+  /// Copies rows to a segment's window.
+  void move(const device_segment& from, std::size_t entry, std::size_t i, cudaStream_t stream) const {
+    const segment_record& to = records_[entry][i];
     detail::move_segment_entry<256>
-        <<<dim3(32, unsigned(heads_), 3), 256, 0, stream>>>(from, segment(at, i), to.rows, blocks(to));
+        <<<dim3(32, unsigned(heads_), 3), 256, 0, stream>>>(from, segment(entry, i), to.rows, blocks(to));
     check(cudaGetLastError(), "launch of move_segment");
   }
-  /// A segment whose rows lie in another place's planes gets its own.
-  void take_over(std::size_t at, std::size_t i, cudaStream_t stream) {
-    const device_segment elsewhere = segment(at, i);
-    records_[at][i].home = at;
-    move(elsewhere, at, i, stream);
-    put(at, i, stream);
+  /// Copies a segment whose rows lie in another entry's planes to its own entry.
+  void take_over(std::size_t entry, std::size_t i, cudaStream_t stream) {
+    const device_segment elsewhere = segment(entry, i);
+    records_[entry][i].home = entry;
+    move(elsewhere, entry, i, stream);
+    write_entry(entry, i, stream);
   }
-  /// A place of a layer takes over what it shares with one that is left; whoever shared that too finds it here from now
+  /// Copies to an entry what it shares with one that is cleared. Other entries that share it read it there from now
   /// on.
-  void hand_over(std::size_t left, std::size_t at, index_t layer, cudaStream_t stream) {
-    for (std::size_t i = 0; i < records_[at].size(); ++i) {
-      if (records_[at][i].home != left) continue;
-      take_over(at, i, stream);
+  void hand_over(std::size_t left, std::size_t entry, index_t layer, cudaStream_t stream) {
+    for (std::size_t i = 0; i < records_[entry].size(); ++i) {
+      if (records_[entry][i].home != left) continue;
+      take_over(entry, i, stream);
       for (index_t other = 0; other < order_.sequences; ++other) {
         const std::size_t sharing = order_.index({layer, other});
-        if (sharing == at || i >= records_[sharing].size()) continue;
+        if (sharing == entry || i >= records_[sharing].size()) continue;
         segment_record& same = records_[sharing][i];
-        if (same.home != left || same.first_row != records_[at][i].first_row) continue;
-        same.home = at;
-        put(sharing, i, stream);
+        if (same.home != left || same.first_row != records_[entry][i].first_row) continue;
+        same.home = entry;
+        write_entry(sharing, i, stream);
       }
     }
   }
   void point_table_here() {
     host_vector<device_segment> all(table_.size());
-    for (std::size_t at = 0; at < records_.size(); ++at) {
-      for (std::size_t i = 0; i < records_[at].size(); ++i) all[at * std::size_t(most_) + i] = segment(at, i);
+    for (std::size_t entry = 0; entry < records_.size(); ++entry) {
+      for (std::size_t i = 0; i < records_[entry].size(); ++i)
+        all[entry * std::size_t(max_segments_) + i] = segment(entry, i);
     }
     if (!all.empty()) {
       check(cudaMemcpy(table_.data(), all.data(), table_.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
@@ -391,18 +392,18 @@ class packed_places {
   segment_formats formats_;
   index_t layers_;
   layer_major order_;
-  index_t heads_, most_;
+  index_t heads_, max_segments_;
   planes k_, v_, means_;
-  device_buffer<device_segment> table_;               // [places, most_segments]
-  device_buffer<index_t> counts_;                     // [places], segments
-  device_buffer<index_t> rows_;                       // [places, most_segments, kv_heads]
-  id_column<index_t> batch_;                          // every id is its own place; the batch's copy says who is where
-  host_vector<host_vector<segment_record>> records_;  // by place
+  device_buffer<device_segment> table_;  // [entries, max_segments]
+  device_buffer<index_t> counts_;        // [entries], segments
+  device_buffer<index_t> rows_;          // [entries, max_segments, kv_heads]
+  id_column<index_t> batch_;             // [sequences] by id: the id; the batch's copy maps sequences to entries
+  host_vector<host_vector<segment_record>> records_;  // by entry
 };
 
-// Which segments of packed rows a layout may come to have on the device: how many, and of which formats.
+// Which segments of packed rows a layout may have on the device: how many, and of which formats.
 
-/// Where the rows of a packing layout lie that are not packed.
+/// The layout of the rows of a packing layout that are not packed.
 template <packing_layout Layout>
 using whole_layout = stored<typename Layout::rows_type::whole_rows, typename Layout::placement_type>;
 
@@ -410,7 +411,7 @@ template <class Channels>
 inline constexpr bool knows_channels =
     std::is_same_v<Channels, top_groups> || std::is_same_v<Channels, head_channels> ||
     std::is_same_v<Channels, all_channels>;
-/// Whether the device packs by a layout's policies; a sentence where it does not.
+/// Whether the device packs by a layout's policies; a static_assert says why where it does not.
 template <packing_layout Layout>
 constexpr bool check_device_packing() {
   static_assert(knows_channels<typename Layout::rows_type::key_channels> &&
@@ -425,7 +426,7 @@ constexpr bool check_device_packing() {
                 "tessera: the device chooses one set of channels for a head in the engine's basis; take as_given");
   return true;
 }
-/// Errors   elements and lengths that the device does not pack: tessera::error.
+/// Checks that the device packs a layout.   Errors   elements and lengths that it does not pack: tessera::error.
 template <packing_layout Layout>
 void require_packable(const Layout& layout, index_t block) {
   using T = typename Layout::element_type;
@@ -443,12 +444,12 @@ void require_packable(const Layout& layout, index_t block) {
   }
 }
 
-/// By layer: its number among those that pack, or none.
+/// The number of each layer among those that pack, or no_index.
 struct packing_layers {
-  host_vector<index_t> of;
+  host_vector<index_t> number;
   index_t count = 0;
   packing_layers(index_t layers, const layer_roles& roles) {
-    for (index_t layer = 0; layer < layers; ++layer) of.push_back(roles.follows_recipe(layer) ? count++ : no_index);
+    for (index_t layer = 0; layer < layers; ++layer) number.push_back(roles.follows_recipe(layer) ? count++ : no_index);
   }
 };
 
@@ -458,11 +459,11 @@ bool searches(const Layout& layout) {
   if constexpr (searching_layout<Layout>) return layout.rows.strategy.searched();
   return false;
 }
-/// Segments that a conversation of at most `tokens` tokens may have: those of its prompts, each cut at its own end,
-/// and, where strategies are searched, one of decoded tokens behind each, and others as they end, in two parts if a
-/// strategy came on the way.
+/// An upper bound of the segments of a conversation of at most `tokens` tokens. They are those of its prompts, each cut
+/// at its own end. Where strategies are searched, one of decoded tokens follows each, and others as they end, in two
+/// parts if a strategy was found meanwhile.
 template <packing_layout Layout>
-index_t most_segments(const Layout& layout, index_t tokens) {
+index_t max_segments(const Layout& layout, index_t tokens) {
   const index_t of_prompts = ceil_div(tokens, layout.rows.segment) + 1 + tokens / Layout::rows_type::own_segment_tokens;
   if constexpr (searching_layout<Layout>) {
     if (searches(layout)) {
@@ -472,7 +473,7 @@ index_t most_segments(const Layout& layout, index_t tokens) {
   }
   return of_prompts;
 }
-/// What its segments are made by, with means of `block` rows, or none.
+/// The formats of a layout's segments, with means of `block` rows; 0: without means.
 template <packing_layout Layout>
 segment_formats formats_of(const Layout& layout, index_t block) {
   segment_formats made{layout.rows.key_format(),
@@ -494,7 +495,7 @@ segment_formats formats_of(const Layout& layout, index_t block) {
   return made;
 }
 
-/// What the blocks of all segments divide.
+/// A common multiple of the blocks of all segments.
 template <packing_layout Layout>
 index_t encoded_block(const Layout& layout, index_t block) {
   return searches(layout) && block > 0 ? std::lcm(block, strategy_blocks.front()) : block;
