@@ -94,14 +94,14 @@ class executor {
         keep((std::max)(threads.size() / 2, (std::min)(threads.size(), cores - 1)));
       }
     }
-    /// Ends and joins all but the first `count` threads: one that is not joined would wait on destroyed members.
-    void keep(std::size_t count) noexcept {
+    /// Ends and joins all but the first `retained` threads: one that is not joined would wait on destroyed members.
+    void keep(std::size_t retained) noexcept {
       {
         std::lock_guard lock(mutex);
-        last_worker = count;
+        last_worker = retained;
       }
       wake.notify_all();
-      for (; threads.size() > count; threads.pop_back()) threads.back().join();
+      for (; threads.size() > retained; threads.pop_back()) threads.back().join();
     }
 
     /// Runs all items. Returns the first exception that one threw.

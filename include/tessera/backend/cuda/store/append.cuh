@@ -75,9 +75,9 @@ __global__ void __launch_bounds__(Threads)
 }  // namespace detail
 
 /// Fills the segment column for the tokens that `problem` appends, and advances its texts. Called before the lengths
-/// advance. The numbers are those of segment_cursor::advance.   Cost  one launch: a block a sequence, which reads a byte
-/// a token. `overlaps`: from sm_90 on it begins while the previous launch on the stream ends, and lets the next one
-/// begin.
+/// advance. The numbers are those of segment_cursor::advance. `overlaps`: from sm_90 on it begins while the previous
+/// launch on the stream ends, and lets the next one begin.
+/// Cost     one launch: a block a sequence, which reads a byte a token.
 template <class View, class E>
 void number_segments(const append_problem<View, E>& problem, bool overlaps, cudaStream_t stream) {
   constexpr int threads = 256;

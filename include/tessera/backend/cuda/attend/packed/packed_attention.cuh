@@ -35,6 +35,57 @@ struct merge_memory {
         words(runs + 2 * (int(max_segments) + 1)) {}
 };
 
+/// A thread block notes the segment of every part, whole rows behind the `whole_rows` segments that exist, and where
+/// the parts of each of them begin and end. Ends with what was written in sight of the block.
+/// Shapes   part_segments [parts.parts], segments [parts.parts], runs [whole_rows + 1, 2].
+__device__ __forceinline__ void find_part_runs(const packed_parts& parts, const index_t* part_segments,
+                                               index_t max_segments, index_t whole_rows, index_t* segments,
+                                               index_t* runs) {
+#pragma unroll 1
+  for (index_t i = index_t(threadIdx.x); i < parts.parts; i += merging_threads) {
+    const index_t segment = part_segments[i];
+    segments[i] = segment == max_segments ? whole_rows : segment;
+  }
+#pragma unroll 1
+  for (index_t i = index_t(threadIdx.x); i < 2 * (whole_rows + 1); i += merging_threads) runs[i] = 0;
+  __syncthreads();
+#pragma unroll 1
+  for (index_t i = index_t(threadIdx.x); i < parts.parts; i += merging_threads) {
+    if (segments[i] == no_index) continue;
+    if (i == 0 || segments[i - 1] != segments[i]) runs[2 * segments[i]] = i;
+    if (i + 1 == parts.parts || segments[i + 1] != segments[i]) runs[2 * segments[i] + 1] = i + 1;
+  }
+}
+
+/// A row's softmax over all of its parts: the largest logit and the sum beside it.
+struct merged_state {
+  float top, sum;
+};
+/// A warp weighs the parts of one row. Part i's state is the two numbers from states + i * stride on; its weight goes
+/// to weights[i * merged_rows].
+__device__ __forceinline__ merged_state weigh_parts(const float* states, offset_t stride, const index_t* segments,
+                                                    index_t count, float* weights) {
+  const int lane = int(threadIdx.x) % 32;
+  float top = -infinity, sum = 0;
+#pragma unroll 2
+  for (index_t i = lane; i < count; i += 32) {
+    const float largest = states[i * stride];
+    if (segments[i] != no_index) top = fmaxf(top, largest);
+  }
+  top = lanes_max<32>(top);
+  const float reference = top == -infinity ? 0.0f : top;
+#pragma unroll 2
+  for (index_t i = lane; i < count; i += 32) {
+    float weight = 0;
+    if (segments[i] != no_index) {
+      weight = exp2f(states[i * stride] - reference);
+      sum += states[i * stride + 1] * weight;
+    }
+    weights[i * merged_rows] = weight;
+  }
+  return {top, warp_sum(sum)};
+}
+
 /// A block merges 8 query rows of one (sequence, kv_head), 32 columns of the output. One group of warps adds the parts
 /// of a segment, which lie together, in the segment's basis. Groups follow one another, so that the same input gives
 /// the same bits.
@@ -82,43 +133,11 @@ __global__ void __launch_bounds__(merging_threads)
   let_later_begin();
   // The table may have room for hundreds of segments: whole rows come behind the existing ones.
   const index_t whole_rows = p.view.count(sequence);
-#pragma unroll 1
-  for (index_t i = index_t(threadIdx.x); i < parts.parts; i += merging_threads) {
-    const index_t segment = parts.segment[offset_t(lane_row) * parts.parts + i];
-    segments[i] = segment == max_segments ? whole_rows : segment;
-  }
-#pragma unroll 1
-  for (index_t i = index_t(threadIdx.x); i < 2 * (whole_rows + 1); i += merging_threads) runs[i] = 0;
-  __syncthreads();
-#pragma unroll 1
-  for (index_t i = index_t(threadIdx.x); i < parts.parts; i += merging_threads) {
-    if (segments[i] == no_index) continue;
-    if (i == 0 || segments[i - 1] != segments[i]) runs[2 * segments[i]] = i;
-    if (i + 1 == parts.parts || segments[i + 1] != segments[i]) runs[2 * segments[i] + 1] = i + 1;
-  }
+  find_part_runs(parts, parts.segment + offset_t(lane_row) * parts.parts, max_segments, whole_rows, segments, runs);
   if (warp < count) {
     const int r = warp;
-    const auto state_of = [&](index_t part) {
-      return parts.states + (begin + offset_t(part) * parts.rows + first + r) * 2;
-    };
-    float top = -infinity, sum = 0;
-#pragma unroll 2
-    for (index_t i = lane; i < parts.parts; i += 32) {
-      const float most = state_of(i)[0];
-      if (segments[i] != no_index) top = fmaxf(top, most);
-    }
-    top = lanes_max<32>(top);
-    const float reference = top == -infinity ? 0.0f : top;
-#pragma unroll 2
-    for (index_t i = lane; i < parts.parts; i += 32) {
-      float weight = 0;
-      if (segments[i] != no_index) {
-        weight = exp2f(state_of(i)[0] - reference);
-        sum += state_of(i)[1] * weight;
-      }
-      weights[i * merged_rows + r] = weight;
-    }
-    sum = warp_sum(sum);
+    const auto [top, sum] = weigh_parts(parts.states + (begin + first + r) * 2, offset_t(parts.rows) * 2, segments,
+                                        parts.parts, weights + r);
     if (lane == 0) {
       const index_t row = first + r, q_head = head * group + row % group;
       float* lse = p.lse.data && blockIdx.y == 0 ? p.lse.row(sequence, row / group, q_head) : nullptr;
