@@ -86,7 +86,7 @@ class followed_store {
                   tessera::nhd_rows<const float>(v.data(), tokens, kv_heads_, v_dim), stored.next,
                   {stored.text, flags.data()});
     for (index_t t = 0; t < tokens; ++t) {
-      const index_t segment = stored.text.take(flags[std::size_t(t)] == 1);
+      const index_t segment = stored.text.advance(flags[std::size_t(t)] == 1);
       for (index_t h = 0; h < kv_heads_; ++h) {
         plain_head& head = stored.heads[std::size_t(h)];
         head.positions.push_back(stored.next + t);

@@ -107,7 +107,7 @@ TEST_CASE("a profile with numbers that are none is refused by name") {
   good.mean = good.budget = {0.5, 0.5, 0.5, 0.5};
   good.deviation = {0, 0, 0, 0.1};
   CHECK_NOTHROW(good.check());
-  CHECK(good.shares(1).at(0, 1) == 0.5);
+  CHECK(good.shares(1).share(0, 1) == 0.5);
   CHECK_THROWS_WITH(good.shares(2), contains("layer is 2; expected 0 to 1"));
   const auto refused = [&](auto change, const std::string& why) {
     profile bad = good;

@@ -32,7 +32,7 @@ struct threads_team {
   int rank() const { return own; }
   double sum(double x) const { return over(place->real, x, lanes); }
   index_t sum(index_t x) const { return over(place->whole, x, lanes); }
-  index_t before(index_t x) const { return over(place->whole, x, own); }
+  index_t exclusive_sum(index_t x) const { return over(place->whole, x, own); }
   void sync() const { place->all.arrive_and_wait(); }
 
  private:

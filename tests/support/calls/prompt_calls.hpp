@@ -181,7 +181,7 @@ class prompt_calls : public compared_caches {
 
   bool announce(index_t id, index_t tokens) {
     sequence* held = changed(id);
-    bool allowed = held && tokens >= 1 && tokens <= tessera::most_tokens;
+    bool allowed = held && tokens >= 1 && tokens <= tessera::max_tokens;
     for (index_t layer = 0; allowed && layer < shape_.layers; ++layer) allowed = held->turn[std::size_t(layer)] == 0;
     // A plan may have no room for the window.
     const std::optional<bool> expected = allowed ? std::nullopt : std::optional<bool>(false);

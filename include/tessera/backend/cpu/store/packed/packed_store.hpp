@@ -117,7 +117,7 @@ class kv_store<Layout> {
   /// which channels are chosen. `plan_observation` allocates their memory first.
   template <class E>
   void plan_observation(sequence_layer owner, const rows_view<const E>& q) {
-    if constexpr (Layout::window > 0) stored_[owner].asked.reserve(q, heads_, Layout::k_dim, Layout::window);
+    if constexpr (Layout::window > 0) stored_[owner].window_queries.reserve(q, heads_, Layout::k_dim, Layout::window);
   }
   template <class E>
   void observe_prompt(sequence_layer owner, const rows_view<const E>& q, index_t tokens) {
