@@ -262,7 +262,8 @@ layer_scores choose_in_scope(const Policy& policy, const layer_scores& scores, i
 }  // namespace detail
 
 /// Chooses what every (sequence, kv_head) of a batch keeps of one layer: what cuda::score_and_choose does, and what the
-/// caches' first stages call. `policy` is the first stage of a recipe as its budget has been planned (`planned`).
+/// caches' first stages call. `policy` is the first stage of a recipe, `method.retain`. A budget that pays for two
+/// stages is planned first: `method.retain.planned(method.plan(prompt_tokens))`.
 /// Shapes   as choose_problem says; row sequence * kv_heads + head of `kept` has that head's slots.
 /// Returns  the last sequence's scores as budget and selector saw them, valid until the workspace changes; none of one
 ///          that was not looked at.
@@ -274,6 +275,7 @@ layer_scores choose_in_scope(const Policy& policy, const layer_scores& scores, i
 template <class Policy, class View, class E>
 layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E>& p, selection& kept,
                               choose_workspace<View::k_dim>& workspace, executor& workers) {
+  static_assert(check_chooses<Policy>());
   constexpr observes observed = Policy::observed;
   const default_float_mode mode;
   detail::check_choose<Policy>(p);
