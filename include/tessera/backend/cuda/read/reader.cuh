@@ -57,6 +57,7 @@ void require_indexed(const Recipe& recipe, const cache_options& options, index_t
           "at most cache_options::index_tokens, which is " + std::to_string(room),
           "raise index_tokens, or make a new cache for this budget");
 }
+/// Errors   an index for `room` tokens of a head is too small for `tokens`.
 inline void require_index_fits(offset_t tokens, index_t room) {
   require(tokens <= room, "tokens whose keys are indexed", tokens,
           "at most cache_options::index_tokens, which is " + std::to_string(room), "raise index_tokens");
