@@ -53,8 +53,13 @@ void check_choose(const choose_problem<View, E>& p) {
           p.q.heads, "a multiple of kv_heads, which is " + std::to_string(p.view.kv_heads), "set q.heads");
   require(p.first_position || !(by_queries || by_position || by_statistics), "first_position", "null",
           "a position for each sequence", "say where the queries, or the next tokens, are");
+  require_memory(p.view, by_queries, false);
   require_pages(p.view, p.pool);
   require_ascending(p.view);
+  for (index_t row = 0; by_queries && p.q.tokens <= 0 && row < p.view.sequences * p.view.kv_heads; ++row) {
+    require(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads) == 0, "queries", "none",
+            "the last ones of each prompt, which this scorer observes", "set q and first_position");
+  }
   for (index_t row = 0; by_scores && !p.scores.data && row < p.view.sequences * p.view.kv_heads; ++row) {
     require(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads) == 0, "scores", "null",
             "one for every stored slot", "accumulate them beside the tokens: cpu::score_rows");

@@ -132,6 +132,7 @@ void pack(const pack_problem<From, To>& p, executor& workers) {
   require(p.to.sequences == p.from.sequences && p.to.kv_heads == p.from.kv_heads, "sequences and kv_heads to pack into",
           std::to_string(p.to.sequences) + " and " + std::to_string(p.to.kv_heads),
           std::to_string(p.from.sequences) + " and " + std::to_string(p.from.kv_heads), "pass views of one batch");
+  require_memory(p.from, true, true);
   if (p.to.sequences > 0) require_row_scales(p.to);
   require((!p.scores.data || p.from_scores.data) && (!p.segments.data || p.from_segments.data),
           "from_scores or from_segments", "null", "a column where `scores` or `segments` is given",
