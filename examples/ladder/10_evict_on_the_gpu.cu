@@ -1,6 +1,6 @@
 // Rung 10: rung 9 on the GPU. Pools, tables, lengths and positions are the engine's, on its device; what Tessera does goes to
 // the engine's stream, allocates nothing and waits for nobody. The engine looks at the freed pages when it wants to.
-// The region between the markers stands in docs/engines.md word for word; a check compares the two.
+// The regions between markers stand in docs/engines.md word for word; a check compares them.
 #include <cstdio>
 
 #include <tessera/backend/cuda/attend/decode/decode_attention.cuh>
@@ -64,6 +64,31 @@ void free_pages(const device_engine& e, index_t spare_tokens, cudaStream_t strea
 }
 // [evict]
 
+// [attend]
+/// Attention of a decode step.
+struct step_attention {
+  cuda::decode_attention<view_type> attend;  // made once, for the largest batch
+  cuda::device_buffer<unsigned char> workspace;
+
+  step_attention(const cuda::device_info& device, cudaStream_t stream)
+      : attend(sequences, heads, q_heads, 1, device), workspace(attend.workspace_bytes()) {
+    attend.prepare(workspace.data(), stream);
+  }
+
+  /// The step's tokens are stored already. All pointers are the device's: q, out [sequences, 1, q_heads, dim],
+  /// first_position [sequences], the position of each query.
+  void run(const memory<bf16>& e, index_t layer, const rows_view<const bf16>& q, const index_t* first_position,
+           const rows_view<float>& out, cudaStream_t stream) const {
+    cuda::decode_problem<view_type> p{};  // rule, lse and chosen stay empty: plain logits, no lse, all that is stored
+    p.view = e.view(layer);
+    p.q = q;
+    p.first_position = first_position;
+    p.out = out;
+    attend.run(p, workspace.data(), stream);
+  }
+};
+// [attend]
+
 int main() {
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
@@ -80,9 +105,7 @@ int main() {
   ada_snapkv<bf16, dim> method;  // heads of a layer compete: they keep different numbers of tokens
   method.set_budget(48);
   const eviction evict(method.retain, window, device, stream);
-  const cuda::decode_attention<view_type> attend(sequences, heads, q_heads, 1, device);
-  const cuda::device_buffer<unsigned char> attending(attend.workspace_bytes());
-  attend.prepare(attending.data(), stream);
+  const step_attention attention(device, stream);
   const cuda::device_buffer<float> out(sequences * q_heads * dim);
   ladder::checks check;
 
@@ -104,12 +127,8 @@ int main() {
       const auto d_newest = on_device(newest);
       for (index_t layer = 0; layer < layers; ++layer) {
         const device_queries q_step(x, layer, newest, counts(sequences, 1));
-        cuda::decode_problem<view_type> p{};
-        p.view = e.pools().view(layer);
-        p.q = q_step.rows;
-        p.first_position = d_newest.data();
-        p.out = nhd_rows(out.data(), 1, q_heads, dim, sequences);
-        attend.run(p, attending.data(), stream);
+        attention.run(e.pools(), layer, q_step.rows, d_newest.data(), nhd_rows(out.data(), 1, q_heads, dim, sequences),
+                      stream);
         worst = std::max(worst, e.worst_error(x, out, layer, newest));
       }
     }

@@ -8,8 +8,9 @@
 namespace own_pages {
 
 using namespace tessera;
-using counts = std::vector<index_t>;  // one number a sequence
 
+// [memory]
+using counts = std::vector<index_t>;  // one number a sequence
 constexpr index_t layers = 2, q_heads = 8, heads = 2, dim = 64, page = 16, pages = 60, max_blocks = 20;
 constexpr index_t sequences = 3, slots = max_blocks * page, rows = sequences * heads;  // rows of one layer
 
@@ -48,6 +49,7 @@ struct memory {
     return {positions + offset_t(layer) * rows * slots, heads * slots, slots};
   }
 };
+// [memory]
 
 /// New tokens of one layer, k and v [sequences, most, heads, dim]: every head takes `added` of each sequence.
 template <class T>

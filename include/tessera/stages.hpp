@@ -234,6 +234,21 @@ struct retain_all {
   static void policies(Visit&&) {}
 };
 
+/// Whether `score_and_choose` can choose by a policy; what it lacks is said in a sentence.
+template <class Policy>
+constexpr bool check_chooses() {
+  constexpr bool chooses = requires { requires Policy::chooses; };
+  static_assert(chooses,
+                "tessera: score_and_choose takes a first stage that chooses: method.retain in place of the recipe; a "
+                "method that keeps everything has none");
+  if constexpr (chooses) {
+    static_assert(!Policy::plans,
+                  "tessera: this budget pays for two stages; pass what a plan leaves for the first one: "
+                  "method.retain.planned(method.plan(prompt_tokens))");
+  }
+  return chooses;
+}
+
 /// How many sets of candidates the query heads of a group have: one for all of them or, where they choose apart, one
 /// for each.
 template <class Stage>

@@ -61,8 +61,9 @@ struct ragged {
   }
 };
 
-/// A dense block table, as in vLLM: `blocks [sequences, max_blocks]`, or one per head `[sequences, kv_heads,
-/// max_blocks]` with `head_stride` set (TANGRAM's virtual block ids are such a table over pages of one head).
+/// A dense block table, as in vLLM: `blocks [sequences, max_blocks]` with `sequence_stride` max_blocks (at 0 all
+/// sequences share one row), or one per head `[sequences, kv_heads, max_blocks]` with `head_stride` set (TANGRAM's
+/// virtual block ids are such a table over pages of one head).
 struct block_table {
   const index_t* blocks = nullptr;
   index_t page = 16;
@@ -153,7 +154,7 @@ enum class slot_order {
 /// A view of memory that may be written converts to one that only reads.
 /// Shapes   K [sequences, kv_heads, slots, k_dim], V [.., v_dim] in any strides, behind any table.
 /// Lengths  `lengths[sequence * length_strides.sequence + head * length_strides.head]`; head stride 0 = one per
-///          sequence.
+///          sequence. Strides are 0 until they are set: sequence stride 0 = one length for all sequences.
 /// Positions  ascending logical positions by slot, null where slot and position coincide; strided alike, or, with
 ///            `position_begin`, the row of (sequence, head) begins at that offset (ragged storage). Positions that do
 ///            not ascend are refused where `order` does not say that they do; see cpu::ordered_slots.

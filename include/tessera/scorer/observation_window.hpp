@@ -11,8 +11,8 @@ TESSERA_NAMESPACE_BEGIN
 /// Scores a token by the probability mass that the turn's last `window` queries give it.
 ///
 /// The softmax runs over all keys, causal inside the window; masses are summed over the window's rows and over the
-/// query heads of the group, then pooled. The window's own tokens are always kept. A turn with fewer prompt tokens than
-/// `window` observes the rows that there are.
+/// query heads of the group, then pooled. The window's own tokens are always kept: they are not ranked, and pooling
+/// runs over the tokens before them. A turn with fewer prompt tokens than `window` observes the rows that there are.
 /// Shapes   scores [kv_heads, tokens].   Unit: token.
 /// Errors   window or pool out of range, window above the budget, an even pool: tessera::error.
 /// Cost     two passes over K with window * group rows (one when the engine hands over the rows' log-sum-exp).

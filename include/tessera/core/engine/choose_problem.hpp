@@ -19,8 +19,9 @@ struct choose_problem {
   View view;          ///< values are read by scorers of values alone
   index_t layer = 0;  ///< of `layers`: for budgets that differ over them
   index_t layers = 1;
-  rows_view<const E> q{};                   ///< [sequences, n_q, q_heads, k_dim], the last queries of each prompt; with
-                                            ///< accumulated scores its heads say how many a mean over heads divides by
+  rows_view<const E> q{};                   ///< [sequences, n_q, q_heads, k_dim], the last n_q queries of each prompt,
+                                            ///< ascending; where scores accumulate, its heads alone are looked at: how
+                                            ///< many a mean over heads divides by
   const index_t* valid = nullptr;           ///< [sequences], how many of the n_q count, the first ones; null: all
   const index_t* first_position = nullptr;  ///< [sequences], of the first query; without queries, of the next token
   rows_view<const float> lse{};  ///< [sequences, n_q, q_heads] from the engine; NaN and +infinity: that row's

@@ -47,6 +47,8 @@ void require_row_scales(const View& view) {
 /// length(sequence, head) + t. Lengths, positions and the position behind the last are below 2^31: the CPU checks it.
 template <class View, class E>
 struct append_problem {
+  static_assert(!std::is_const_v<typename View::stored_type>,
+                "tessera: append writes to its view: a kv_view<E>, not a kv_view<const E>");
   View view;                   ///< with memory for the new tokens; its lengths do not count them yet
   rows_view<const E> k, v;     ///< [sequences, tokens, kv_heads, dim]; on the device dim stride 1
   index_t* lengths = nullptr;  ///< the memory of view.lengths, or another of its strides; gets the new lengths
@@ -69,6 +71,8 @@ append_problem(View, rows_view<K>, rows_view<V>, Rest...) -> append_problem<View
 /// in one table only: pack shared pages into new ones.
 template <class From, class To>
 struct pack_problem {
+  static_assert(!std::is_const_v<typename To::stored_type>,
+                "tessera: pack writes to the view `target`: a kv_view<E>, not a kv_view<const E>");
   From source;
   selection_view chosen;  ///< row = sequence * kv_heads + head; its counts are the new lengths
   To target;

@@ -9,6 +9,7 @@
 #include "../../../core/host/host_vector.hpp"
 #include "../kernel/executor.hpp"
 #include "../kernel/rows.hpp"
+#include "../store/page_checks.hpp"
 #include "merge.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -171,7 +172,10 @@ void attend_range(const View& view, index_t sequence, index_t head, const slot_s
 /// Checks the shapes of an attention call.
 template <class View, class Q>
 void check_attention(const View& view, const query_rows<Q>& queries, const attention_output& output) {
+  require_memory(view, true, true);
   check_queries(view, queries);
+  require(queries.first_position || view.sequences == 0, "first_position", "null", "a position for each sequence",
+          "say where the first query of each sequence stands");
   require(!queries.valid, "valid of queries", "given", "null", "attend all tokens of the call");
   require_dim(output.out, View::v_dim, "out");
   detail::require_same_shape("out", output.out, queries.q);
@@ -181,6 +185,7 @@ void check_attention(const View& view, const query_rows<Q>& queries, const atten
 /// Causal attention of a prompt chunk over all stored tokens, those of the chunk included.
 ///
 /// Shapes   queries.q [sequences, tokens, q_heads, k_dim]; kv_heads divides q_heads; output as attention_output.
+/// Errors   memory that is missing, shapes that differ, positions that do not ascend: tessera::error.
 /// Cost     4 * rows * tokens * head_dim flops per head; K and V are read once per 64 rows.
 /// Chunked and one-shot calls give the same bits.
 template <class View, class Q>
@@ -254,9 +259,12 @@ struct decode_workspace {
 
 /// Attention of a decode step of 1 to 8 tokens, causal inside the step, over all stored tokens or a selection.
 ///
+/// The step's own tokens are stored already, and the view's lengths count them: first_position is that of the step's
+/// first token.
 /// Shapes   as prefill_attention; `chosen` holds ascending slots by row sequence * kv_heads + head, null for all.
-/// Cost     reads K and V of the attended tokens once. Merges splits of 1,024 tokens in order: the same bits with any
-///          number of threads. Allocates only when the workspace must grow.
+/// Errors   memory that is missing, shapes that differ, positions that do not ascend: tessera::error.
+/// Cost     reads K and V of what is attended once. Splits of 1,024 tokens are merged in order: the same bits with any
+///          number of threads. Allocates only when the workspace has to grow.
 template <class View, class Q>
 void decode_attention(const View& view, const query_rows<Q>& queries, const logit_rule& rule,
                       const selection_view* chosen, const attention_output& output, decode_workspace& workspace,

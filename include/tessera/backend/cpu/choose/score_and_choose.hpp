@@ -53,8 +53,13 @@ void check_choose(const choose_problem<View, E>& p) {
           p.q.heads, "a multiple of kv_heads, which is " + std::to_string(p.view.kv_heads), "set q.heads");
   require(p.first_position || !(by_queries || by_position || by_statistics), "first_position", "null",
           "a position for each sequence", "say where the queries, or the next tokens, are");
+  require_memory(p.view, by_queries, false);
   require_pages(p.view, p.pool);
   require_ascending(p.view);
+  for (index_t row = 0; by_queries && p.q.tokens <= 0 && row < p.view.sequences * p.view.kv_heads; ++row) {
+    require(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads) == 0, "queries", "none",
+            "the last ones of each prompt, which this scorer observes", "set q and first_position");
+  }
   for (index_t row = 0; by_scores && !p.scores.data && row < p.view.sequences * p.view.kv_heads; ++row) {
     require(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads) == 0, "scores", "null",
             "one for every stored slot", "accumulate them beside the tokens: cpu::score_rows");
@@ -262,7 +267,8 @@ layer_scores choose_in_scope(const Policy& policy, const layer_scores& scores, i
 }  // namespace detail
 
 /// Chooses the slots that every (sequence, kv_head) of a batch keeps in one layer, as cuda::score_and_choose does. The
-/// caches' first stages call it. `policy` is the first stage of a recipe with its planned budget (`planned`).
+/// caches' first stages call it. `policy` is the first stage of a recipe, `method.retain`. A budget that pays for two
+/// stages is planned first: `method.retain.planned(method.plan(prompt_tokens))`.
 /// Shapes   as choose_problem says; row sequence * kv_heads + head of `kept` has that head's slots.
 /// Returns  the last sequence's scores as budget and selector got them, valid until the workspace changes; none of a
 ///          sequence that was not scored.
@@ -274,6 +280,7 @@ layer_scores choose_in_scope(const Policy& policy, const layer_scores& scores, i
 template <class Policy, class View, class E>
 layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E>& p, selection& kept,
                               choose_workspace<View::k_dim>& workspace, executor& workers) {
+  static_assert(check_chooses<Policy>());
   constexpr observes observed = Policy::observed;
   const default_float_mode mode;
   detail::check_choose<Policy>(p);

@@ -9,7 +9,9 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Query rows of a batch: queries [sequences, tokens, q_heads, k_dim], the position of each sequence's first row.
+/// Query rows of a batch, and where they stand.
+/// Token t of sequence b has position first_position[b] + t, and sees keys at its own position and before it.
+/// Shapes   q [sequences, tokens, q_heads, k_dim].
 template <class Q>
 struct query_rows {
   rows_view<const Q> q;
@@ -104,6 +106,7 @@ struct slot_source {
   index_t operator[](index_t i) const { return chosen ? chosen->row(row)[i] : i; }
 };
 
+/// The slots of a (sequence, kv_head): those of `chosen`, or all that the view stores where it is null.
 template <class View>
 slot_source source_of(const View& view, const selection_view* chosen, index_t sequence, index_t head) {
   const offset_t row = offset_t(sequence) * view.kv_heads + head;

@@ -131,6 +131,7 @@ void pack(const pack_problem<From, To>& p, executor& workers) {
           "sequences and kv_heads to pack into",
           std::to_string(p.target.sequences) + " and " + std::to_string(p.target.kv_heads),
           std::to_string(p.source.sequences) + " and " + std::to_string(p.source.kv_heads), "pass views of one batch");
+  require_memory(p.source, true, true);
   if (p.target.sequences > 0) require_row_scales(p.target);
   require((!p.scores.data || p.source_scores.data) && (!p.segments.data || p.source_segments.data),
           "source_scores or source_segments", "null", "a column where `scores` or `segments` is given",

@@ -32,10 +32,33 @@ void for_each_table(const View& view, const Tokens& tokens_of, const Visit& visi
 
 }  // namespace detail
 
+/// A view that stores something says where: `keys` and `values` say which of the two the caller reads.
+/// Errors   lengths, rows or a block table that are null: tessera::error.
+template <class View>
+void require_memory(const View& view, bool keys, bool values) {
+  if constexpr (requires { view.k, view.v, view.lengths, view.table; }) {
+    if (view.sequences <= 0 || view.kv_heads <= 0) return;
+    require(view.lengths != nullptr, "lengths of the view", "null", "how many slots each row stores",
+            "set `lengths` and `length_strides`");
+    index_t row = 0;
+    const index_t rows = view.sequences * view.kv_heads;
+    while (row < rows && view.length(row / view.kv_heads, row % view.kv_heads) <= 0) ++row;
+    if (row == rows) return;
+    require((view.k || !keys) && (view.v || !values), "k or v of the view", "null", "the stored rows",
+            "set where keys and values begin, and their strides");
+    if constexpr (requires { view.table.blocks; }) {
+      require(view.table.blocks != nullptr, "blocks of the view's table", "null", "the pages of each sequence",
+              "set `table`");
+    }
+  }
+}
+
 /// Errors   a selection that does not ascend strictly within the slots of its row: tessera::error.
 /// Cost     one look at every chosen slot.
 template <class View>
 void require_selection(const View& view, const selection_view& chosen) {
+  require(chosen.counts || view.sequences * view.kv_heads <= 0, "counts of the selection", "null",
+          "how many slots of each row are chosen", "pass the view of a selection");
   for (index_t row = 0; row < view.sequences * view.kv_heads; ++row) {
     const index_t b = row / view.kv_heads, h = row % view.kv_heads, length = view.length(b, h);
     const index_t count = chosen.count(row);

@@ -32,7 +32,7 @@ class settled_layers {
   void end_chunk(sequence_layer, const store_type&, index_t) {}
   const prompt_reach* on_device(const prompt_reach&, cudaStream_t) const { return nullptr; }
 };
-/// For recipes whose choices settle a part of a prompt.
+/// The same, for recipes that settle.
 template <class Recipe>
 class settled_layers<Recipe, true> {
   using store_type = kv_store<typename Recipe::layout_type>;

@@ -52,6 +52,7 @@ index_t max_retained(const Policy& policy, index_t layers, index_t kv_heads, ind
 ///          selection: choose_kept, of one row a sequence where its heads choose together.
 template <class View, class Policy>
 class score_and_choose {
+  static_assert(check_chooses<Policy>());
   using T = typename View::element_type;
   using scorer = typename Policy::scorer_type;
   using scope = typename Policy::scope_type;

@@ -189,7 +189,7 @@ class following_observer : public no_observer<Recipe> {
   device_buffer<index_t> position_{1};
 };
 
-/// Scorers that observe a window of queries.
+/// The observer of a scorer that looks at a window of queries.
 template <class Recipe>
 requires(Recipe::retain_type::observed == observes::window) struct observer_of<Recipe> {
   using type = std::conditional_t<Recipe::retain_type::follows, following_observer<Recipe>, window_observer<Recipe>>;
@@ -271,13 +271,13 @@ class accumulating_observer : public stored_scores_observer<Recipe> {
   device_buffer<index_t> position_;
 };
 
-/// Scorers that observe every query.
+/// The observer of a scorer of every query.
 template <class Recipe>
 requires(Recipe::retain_type::observed == observes::every_query) struct observer_of<Recipe> {
   using type = accumulating_observer<Recipe>;
 };
 
-/// Scorers that observe a second reading of the text.
+/// The observer of a scorer that reads a text again.
 template <class Recipe>
 requires(Recipe::retain_type::observed == observes::rereading) struct observer_of<Recipe> {
   using type = stored_scores_observer<Recipe>;
@@ -331,7 +331,7 @@ class statistics_observer : public no_observer<Recipe> {
   device_buffer<query_statistics> statistics_{1};
 };
 
-/// Scorers that observe statistics of the queries.
+/// The observer of a scorer that goes by statistics of queries.
 template <class Recipe>
 requires(Recipe::retain_type::observed == observes::statistics) struct observer_of<Recipe> {
   using type = statistics_observer<Recipe>;

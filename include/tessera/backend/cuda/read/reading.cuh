@@ -32,7 +32,7 @@ class whole_reader : public slot_reader, public reader_without_index<Recipe, Vie
   static offset_t bytes_read(const planned<Recipe>&, offset_t, const head_place&) { return 0; }
 };
 
-/// Recipes without a second stage.
+/// The reader of a recipe whose steps read everything.
 template <class Recipe, class View, class Out>
 requires(!Recipe::retrieve_type::retrieves) struct reader_of<Recipe, View, Out> {
   using type = whole_reader<Recipe, View, Out>;
