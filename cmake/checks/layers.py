@@ -143,6 +143,8 @@ def check_header(path, include_root):
             yield number, f"macro {macro[1]} must begin with TESSERA_"
         if macro and layer != "core":
             yield number, f"macro {macro[1]} is defined outside core/"
+        if re.search(r"\(const \w+&\.\.\.\)", line):
+            yield number, "a call that takes anything and does nothing: give it the arguments of those that do something"
         if "__global__" in line and layer != "backend/cuda":
             yield number, "__global__ outside backend/cuda"
     yield from check_launches(without_comments(text))

@@ -116,6 +116,7 @@ class Checks(unittest.TestCase):
             ("core/b.hpp", "#define BLOCK 1\n", "must begin with TESSERA_"),
             ("math/b.hpp", "#define TESSERA_B 1\n", "defined outside core/"),
             ("scorer/b.hpp", "__global__ void kernel();\n", "__global__ outside backend/cuda"),
+            ("scorer/b.hpp", "template <class... Any>\nvoid f(const Any&...) {}\n", "a call that takes anything and does nothing"),
             ("backend/cuda/device/b.cuh", "auto e = detail::a_entry<int>;\ncudaFuncSetAttribute(e);\ndetail::a_entry<int><<<1, 1>>>();\n",
              "configured and launched apart"),
             ("backend/cuda/device/b.cuh", "cudaFuncSetAttribute(detail::a_entry<int>, limit);\n", "a_entry is configured by name"),

@@ -4,6 +4,8 @@
 #include <cstddef>
 
 #include "../../../core/types.hpp"
+#include "../../../core/views.hpp"
+#include "../../../planned.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -33,6 +35,24 @@ class exact_reader;
 template <class Recipe>
 struct reader_of {
   using type = exact_reader<Recipe>;
+};
+
+/// The calls of a reader that stores nothing beside the rows; a step reads whole lists of candidates.
+template <class Recipe>
+struct reader_without_index {
+  void open(std::size_t) {}
+  void clear(std::size_t) {}
+  void copy(std::size_t, std::size_t) {}
+  void forget(std::size_t) {}
+  template <class View>
+  void refresh(std::size_t, const View&, const planned<Recipe>&, bool) {}
+  template <class View>
+  void append(std::size_t, const View&, index_t) {}
+  template <class View>
+  void complete(std::size_t, const View&, index_t, index_t, const rows_view<float>&) {}
+  offset_t list_bytes(std::size_t, index_t n, index_t) const { return n * offset_t(sizeof(index_t)); }
+  offset_t side_bytes() const { return 0; }
+  offset_t bytes(std::size_t) const { return 0; }
 };
 
 /// True; asserts the calls that need no view, and says which one a reader lacks.

@@ -16,23 +16,10 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Reads everything, and keeps nothing beside the rows.
+/// Reads everything, and stores nothing beside the rows.
 template <class Recipe>
-struct whole_reader {
+struct whole_reader : reader_without_index<Recipe> {
   explicit whole_reader(const model_shape&) {}
-  void open(std::size_t) {}
-  void clear(std::size_t) {}
-  void copy(std::size_t, std::size_t) {}
-  void forget(std::size_t) {}
-  template <class View>
-  void refresh(std::size_t, const View&, const planned<Recipe>&, bool) {}
-  template <class View>
-  void append(std::size_t, const View&, index_t) {}
-  template <class View>
-  void complete(std::size_t, const View&, index_t, index_t, const rows_view<float>&) {}
-  offset_t list_bytes(std::size_t, index_t n, index_t) const { return n * offset_t(sizeof(index_t)); }
-  offset_t side_bytes() const { return 0; }
-  offset_t bytes(std::size_t) const { return 0; }
 };
 
 template <class Recipe>

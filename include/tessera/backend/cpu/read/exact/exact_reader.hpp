@@ -14,19 +14,10 @@ namespace cpu {
 
 /// Scores every key; stores nothing beside the tokens.
 template <class Recipe>
-class exact_reader {
+class exact_reader : public reader_without_index<Recipe> {
  public:
   static constexpr int k_dim = Recipe::layout_type::k_dim;
   explicit exact_reader(const model_shape&) {}
-
-  void open(std::size_t) {}
-  void clear(std::size_t) {}
-  void copy(std::size_t, std::size_t) {}
-  void forget(std::size_t) {}
-  template <class View>
-  void refresh(std::size_t, const View&, const planned<Recipe>&, bool) {}
-  template <class View>
-  void append(std::size_t, const View&, index_t) {}
 
   template <class View, class Q>
   offset_t choose(std::size_t, const View& all, const query_rows<Q>& queries, const logit_rule& rule,
@@ -54,14 +45,6 @@ class exact_reader {
     }
     return bytes;
   }
-
-  template <class... Any>
-  void complete(const Any&...) {}
-
-  /// Bytes that a step reads of lists: whole candidate lists, since every candidate is scored.
-  offset_t list_bytes(std::size_t, index_t n, index_t) const { return n * offset_t(sizeof(index_t)); }
-  offset_t side_bytes() const { return 0; }
-  offset_t bytes(std::size_t) const { return 0; }
 
  private:
   struct workspace {

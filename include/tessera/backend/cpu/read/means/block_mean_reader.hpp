@@ -17,27 +17,12 @@ namespace cpu {
 /// Scores every block of every segment of a head, chooses among all of them at once, and adds the tokens that are not
 /// packed. The segments have the means; the reader itself stores nothing.
 template <class Recipe>
-class block_mean_reader {
+class block_mean_reader : public reader_without_index<Recipe> {
   using layout = typename Recipe::layout_type;
   static constexpr int k_dim = layout::k_dim;
 
  public:
   explicit block_mean_reader(const model_shape&) {}
-
-  template <class... Any>
-  void open(const Any&...) {}
-  template <class... Any>
-  void clear(const Any&...) {}
-  template <class... Any>
-  void copy(const Any&...) {}
-  template <class... Any>
-  void forget(const Any&...) {}
-  template <class... Any>
-  void refresh(const Any&...) {}
-  template <class... Any>
-  void append(const Any&...) {}
-  template <class... Any>
-  void complete(const Any&...) {}
 
   template <class Q>
   offset_t choose(std::size_t, const packed_view<layout>& all, const query_rows<Q>& queries, const logit_rule&,
@@ -68,8 +53,6 @@ class block_mean_reader {
   }
 
   offset_t list_bytes(std::size_t, index_t, index_t) const { return 0; }
-  offset_t side_bytes() const { return 0; }
-  offset_t bytes(std::size_t) const { return 0; }
 
  private:
   struct memory {

@@ -95,8 +95,8 @@ class segment_reader {
     return bytes;
   }
 
-  template <class... Any>
-  void complete(const Any&...) {}
+  template <class View>
+  void complete(std::size_t, const View&, index_t, index_t, const rows_view<float>&) {}
 
   /// Means read no list: of the list only the attended slots are read.
   offset_t list_bytes(std::size_t, index_t, index_t count) const { return count * offset_t(sizeof(index_t)); }
