@@ -71,7 +71,7 @@ TEST_CASE("packed attention that a block has no shared memory for is refused whe
   device.shared_memory = 163 * 1024;  // an A100's
   CHECK_NOTHROW(attention(1, 1, 1, 1, 2, format, format, device));
   CHECK_THROWS_WITH(attention(1, 1, 1, 1, 40, format, format, device),
-                    contains("the merge of packed attention over 40 segments takes is ") &&
+                    contains("the merge of packed attention over 40 segments is ") &&
                         contains("bytes on this device") && contains("lower cache_options::tokens"));
   device = cuda::device_info::current();
   CHECK_THROWS_WITH(attention(1, 1, 1, 1, 20'000, format, format, device), contains("over 20000 segments"));
