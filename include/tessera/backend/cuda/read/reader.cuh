@@ -6,6 +6,7 @@
 
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/sequence_layer.hpp"
+#include "../../../core/views.hpp"
 #include "../../../planned.hpp"
 #include "../store/step_table.cuh"
 #include "../cache_options.hpp"
