@@ -11,17 +11,13 @@ import pathlib
 import re
 import sys
 
+from sizes import code_of
+
 PAGE = "docs/decisions/0018-two-bodies.md"
 BACKENDS = ("cpu", "cuda")
 # Of headers with one path that belong to a turn; others are operations, whose verbs differ where their bodies do.
 TURN = re.compile(r"(cache/|observe/|backend$|choose/first_stage$|choose/detail/model_counts$|read/(reader|reading)$|attend/prompt_attention$)")
 KERNEL_ROOMS = {"kernel": "device"}  # one room, which has its own name on each backend
-
-
-def code_of(text):
-    blank = lambda match: re.sub(r"[^\n]", " ", match.group())
-    text = re.sub(r"//[^\n]*|/\*.*?\*/", blank, text, flags=re.S)
-    return re.sub(r'"(?:\\.|[^"\\\n])*"', '""', text)
 
 
 def defined(text):

@@ -45,13 +45,8 @@ struct cpu_side {
     const auto step = cache.prepare_step(ids, tokens);
     std::vector<float> all(std::size_t(batch * tokens * 4 * dim)), out = all;
     for (index_t layer = 0; layer < 2; ++layer) {
-      std::vector<element_type> q, k, v;
-      for (const rows_type& one : rows) {
-        const auto at = std::size_t(layer);
-        q.insert(q.end(), one.q[at].begin(), one.q[at].end());
-        k.insert(k.end(), one.k[at].begin(), one.k[at].end());
-        v.insert(v.end(), one.v[at].begin(), one.v[at].end());
-      }
+      const auto q = rows_type::batch(rows, &rows_type::q, layer), k = rows_type::batch(rows, &rows_type::k, layer),
+                 v = rows_type::batch(rows, &rows_type::v, layer);
       cache.decode(layer, step, nhd_rows<const element_type>(q.data(), tokens, 4, dim, batch),
                    nhd_rows<const element_type>(k.data(), tokens, 2, dim, batch),
                    nhd_rows<const element_type>(v.data(), tokens, 2, dim, batch),

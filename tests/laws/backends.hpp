@@ -25,6 +25,17 @@ struct chunk_rows {
     }
   }
 
+  /// One of q, k and v in one layer of a batch, sequence by sequence.
+  static std::vector<T> batch(const std::vector<chunk_rows>& sequences, std::vector<std::vector<T>> chunk_rows::*part,
+                              index_t layer) {
+    std::vector<T> all;
+    for (const chunk_rows& sequence : sequences) {
+      const std::vector<T>& more = (sequence.*part)[std::size_t(layer)];
+      all.insert(all.end(), more.begin(), more.end());
+    }
+    return all;
+  }
+
  private:
   static std::vector<T> rows(rng& random, tessera::index_t elements) {
     std::vector<T> result;

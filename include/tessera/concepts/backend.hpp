@@ -54,9 +54,9 @@ concept backend_attending = requires(A& attending, const A& attended, sequence_l
   { attended.lines(owner) } -> std::same_as<const prompt_lines&>;
 };
 
-/// Whether a type is the backend of a cache. A sentence says what it lacks. Policies, Sequences, Step and Chunk are the
-/// turn's `planned`, `conversations`, `batch` and `prompt_chunk`. Calls with rows are templates, which are not checked
-/// here: the compiler reports a missing one where the cache calls it.
+/// Whether a type is the backend of a cache. A sentence says what it lacks. Policies, Sequences and Step are the turn's
+/// `planned`, `conversations` and `batch`. Calls with rows are templates, which are not checked here: the compiler
+/// reports a missing one where the cache calls it.
 ///
 ///   resources, queue, default_queue, output_type, in_groups
 ///   max_sequences(), max_step_tokens()              0: no bound; tokens of a step
@@ -72,7 +72,7 @@ concept backend_attending = requires(A& attending, const A& attended, sequence_l
 ///   begin_counting(step, sequences), count_layer(layer, step, sequences, queue)   when a step's tokens count
 ///   require_layer(layer, step, sequences, queue), decode                          one layer of a step
 ///   positions, readable, attended, lines, bytes, bytes_read                       answers
-template <class B, class Policies, class Sequences, class Step, class Chunk>
+template <class B, class Policies, class Sequences, class Step>
 constexpr bool check_backend() {
   using recipe = typename B::recipe_type;
   using queue = typename B::queue;
@@ -128,7 +128,6 @@ constexpr bool check_backend() {
       },
       "tessera: a backend must answer: positions(owner, head), readable(owner, head), attended(owner), lines(owner), "
       "bytes(id, policies)");
-  (void)sizeof(Chunk);
   return true;
 }
 

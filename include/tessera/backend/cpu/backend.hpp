@@ -21,7 +21,7 @@ struct no_queue {};
 /// every backend. The caller has checked the arguments; where a call throws, nothing has changed.
 template <class Recipe>
 class backend {
-  using parts = cache_parts<Recipe>;
+  using parts_type = cache_parts<Recipe>;
 
  public:
   using recipe_type = Recipe;
@@ -36,7 +36,7 @@ class backend {
 
   /// Errors   no executor: tessera::error.
   backend(const model_shape& shape, const Recipe& recipe, resources workers)
-      : its_(shape, recipe, require_workers(std::move(workers))), order_(shape.layers) {}
+      : parts_(shape, recipe, require_workers(std::move(workers))), order_(shape.layers) {}
 
   // --- sequences -----------------------------------------------------------------------------------------------------
 
@@ -45,29 +45,29 @@ class backend {
   index_t max_step_tokens() const { return tessera::max_step_tokens; }
 
   void open(index_t id, const planned<Recipe>&, queue) {
-    its_.ranked.open_empty(id);
-    its_.store.open(id);
-    its_.first.observer().open(id);
-    its_.reads.open(id);
-    its_.prompts.open(id);
-    its_.log.open(id);
+    parts_.ranked.open_empty(id);
+    parts_.store.open(id);
+    parts_.first.observer().open(id);
+    parts_.reads.open(id);
+    parts_.prompts.open(id);
+    parts_.log.open(id);
   }
   /// Needs no memory.
   void close(index_t id, queue) {
-    its_.store.clear(id);
-    its_.first.observer().forget(id);
-    its_.reads.close(id);
-    its_.prompts.close(id);
+    parts_.store.clear(id);
+    parts_.first.observer().forget(id);
+    parts_.reads.close(id);
+    parts_.prompts.close(id);
   }
   void check_fork(index_t) const {}
   /// Opens a copy of a sequence, between two turns or steps. Where it throws, the copy is closed.
   void fork(index_t id, index_t copy, const planned<Recipe>& policies, queue q) {
     open(copy, policies, q);
     try {
-      its_.store.copy(id, copy);
-      its_.first.observer().copy(id, copy);
-      its_.reads.copy(id, copy);
-      its_.prompts.copy(id, copy);
+      parts_.store.copy(id, copy);
+      parts_.first.observer().copy(id, copy);
+      parts_.reads.copy(id, copy);
+      parts_.prompts.copy(id, copy);
     } catch (...) {
       close(copy, q);
       throw;
@@ -82,24 +82,24 @@ class backend {
   /// at the end of a prompt, `final_pages` counts those before the drop.
   page_plan plan_pages(index_t id, const Recipe& recipe, const planned<Recipe>& policies,
                        index_t tokens) const requires in_groups {
-    const auto& rows = its_.store.rows();
+    const auto& rows = parts_.store.rows();
     host_vector<index_t> held;
-    for (index_t layer = 0; layer < its_.shape.layers; ++layer) {
-      for (index_t head = 0; head < its_.shape.kv_heads; ++head)
-        held.push_back(id < 0 ? 0 : its_.store.lengths({layer, id})[std::size_t(head)]);
+    for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
+      for (index_t head = 0; head < parts_.shape.kv_heads; ++head)
+        held.push_back(id < 0 ? 0 : parts_.store.lengths({layer, id})[std::size_t(head)]);
     }
-    return plan_prompt_pages(rows.groups(), rows.page(), held, recipe, policies, its_.roles, tokens);
+    return plan_prompt_pages(rows.groups(), rows.page(), held, recipe, policies, parts_.roles, tokens);
   }
-  void reserve_pages(index_t id, index_t pages) requires in_groups { its_.store.rows().reserve(id, pages); }
+  void reserve_pages(index_t id, index_t pages) requires in_groups { parts_.store.rows().reserve(id, pages); }
 
   template <class E>
   void check_chunk(sequence_layer, const rows_view<const E>&) const {}
-  void begin_prompt(index_t id, queue) { its_.store.settle(id); }
+  void begin_prompt(index_t id, queue) { parts_.store.settle(id); }
   void end_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach, index_t, queue) {
     prompts().end_chunk(owner, policies, reach);
   }
   /// Reserves pages for `tokens` more in every layer; throws where the pool has too few.
-  void expect_chunk(index_t id, index_t tokens) { its_.store.expect(id, tokens); }
+  void expect_chunk(index_t id, index_t tokens) { parts_.store.expect(id, tokens); }
   template <class E>
   void append_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_chunk& chunk,
                     const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v, queue) {
@@ -141,34 +141,36 @@ class backend {
 
   // --- answers -------------------------------------------------------------------------------------------------------
 
-  auto view(sequence_layer owner) { return its_.store.view(owner); }
-  index_t length(sequence_layer owner, index_t head) const { return its_.store.lengths(owner)[std::size_t(head)]; }
-  host_vector<index_t> positions(sequence_layer owner, index_t head) const { return its_.store.positions(owner, head); }
-  host_vector<index_t> readable(sequence_layer owner, index_t head) const {
-    if (!its_.roles.follows_recipe(owner.layer)) return positions(owner, head);
-    return its_.reads.positions(owner, head, its_.store);
+  auto view(sequence_layer owner) { return parts_.store.view(owner); }
+  index_t length(sequence_layer owner, index_t head) const { return parts_.store.lengths(owner)[std::size_t(head)]; }
+  host_vector<index_t> positions(sequence_layer owner, index_t head) const {
+    return parts_.store.positions(owner, head);
   }
-  const kv_store<layout>& store() const { return its_.store; }
-  kv_store<layout>& store() { return its_.store; }
+  host_vector<index_t> readable(sequence_layer owner, index_t head) const {
+    if (!parts_.roles.follows_recipe(owner.layer)) return positions(owner, head);
+    return parts_.reads.positions(owner, head, parts_.store);
+  }
+  const kv_store<layout>& store() const { return parts_.store; }
+  kv_store<layout>& store() { return parts_.store; }
 
-  void trace_attended(bool on) { its_.log.trace(on); }
-  const host_vector<host_vector<index_t>>& attended(sequence_layer owner) const { return its_.log.attended(owner); }
-  void trace_lines(bool on) { its_.prompts.trace(on); }
-  const prompt_lines& lines(sequence_layer owner) const { return its_.prompts.lines(owner); }
-  void trace_ranked(bool on) { its_.traces_ranks = on; }
-  const ranked_tokens& ranked(sequence_layer owner) const { return its_.ranked[owner]; }
+  void trace_attended(bool on) { parts_.log.trace(on); }
+  const host_vector<host_vector<index_t>>& attended(sequence_layer owner) const { return parts_.log.attended(owner); }
+  void trace_lines(bool on) { parts_.prompts.trace(on); }
+  const prompt_lines& lines(sequence_layer owner) const { return parts_.prompts.lines(owner); }
+  void trace_ranked(bool on) { parts_.traces_ranks = on; }
+  const ranked_tokens& ranked(sequence_layer owner) const { return parts_.ranked[owner]; }
 
   /// Bytes allocated for a sequence.
   offset_t bytes(index_t id, const planned<Recipe>&) const {
     offset_t total = 0;
-    for (index_t layer = 0; layer < its_.shape.layers; ++layer) {
+    for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
       const sequence_layer owner{layer, id};
-      total += its_.store.bytes(owner) + its_.first.observer().bytes(owner) + its_.reads.bytes(owner) +
-               its_.prompts.bytes(owner);
+      total += parts_.store.bytes(owner) + parts_.first.observer().bytes(owner) + parts_.reads.bytes(owner) +
+               parts_.prompts.bytes(owner);
     }
     return total;
   }
-  offset_t bytes_read(index_t id, const Recipe&, const sequence_state<Recipe>&) const { return its_.log.bytes(id); }
+  offset_t bytes_read(index_t id, const Recipe&, const sequence_state<Recipe>&) const { return parts_.log.bytes(id); }
 
  private:
   static resources require_workers(resources workers) {
@@ -176,10 +178,10 @@ class backend {
             "pass std::make_shared<tessera::cpu::executor>()");
     return workers;
   }
-  prompt_turn<Recipe> prompts() { return prompt_turn<Recipe>(its_); }
-  step_turn<Recipe> steps() { return step_turn<Recipe>(its_); }
+  prompt_turn<Recipe> prompts() { return prompt_turn<Recipe>(parts_); }
+  step_turn<Recipe> steps() { return step_turn<Recipe>(parts_); }
 
-  parts its_;
+  parts_type parts_;
   step_order<Recipe> order_;
 };
 

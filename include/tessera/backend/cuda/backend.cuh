@@ -26,8 +26,8 @@ struct stream_queue {
 /// before anything is launched.
 template <class Recipe, class Out>
 class backend {
-  using parts = cache_parts<Recipe, Out>;
-  using T = typename parts::T;
+  using parts_type = cache_parts<Recipe, Out>;
+  using T = typename parts_type::T;
   static_assert(check_runs_on_devices<Recipe>());
   static_assert(sizeof(T) == 2, "tessera: the CUDA cache computes in fp16 and bf16; the CPU cache in fp32 too");
 
@@ -43,46 +43,46 @@ class backend {
   static constexpr bool in_groups = kv_store<layout>::in_groups;
 
   backend(const model_shape& shape, const Recipe& recipe, const cache_options& options)
-      : its_(shape, recipe, options) {}
+      : parts_(shape, recipe, options) {}
 
   // --- sequences -----------------------------------------------------------------------------------------------------
 
   /// Upper bounds: of sequences that are open at a time, and of the tokens of a step.
-  index_t max_sequences() const { return its_.options.sequences; }
-  index_t max_step_tokens() const { return its_.options.step_tokens; }
+  index_t max_sequences() const { return parts_.options.sequences; }
+  index_t max_step_tokens() const { return parts_.options.step_tokens; }
 
   void open(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
-    set_number(its_.next.data() + id, index_t(0), stream);
+    set_number(parts_.next.data() + id, index_t(0), stream);
     begin_sequence(id, stream);
-    its_.reads.set_plan(id, policies, stream);
+    parts_.reads.set_plan(id, policies, stream);
   }
   /// Releases everything that a sequence holds.
   void close(index_t id, cudaStream_t stream) {
-    its_.order.closed(id);
+    parts_.order.closed(id);
     clear(id, stream);
   }
   /// Errors   the sequence's step has layers to go, or a step of any sequence has begun and has layers to go.
   void check_fork(index_t id) const {
-    its_.order.require_finished(id);
-    its_.order.require_none_under_way();
+    parts_.order.require_finished(id);
+    parts_.order.require_none_under_way();
   }
   /// Copies everything that an id holds to another one, between two turns or steps. Where it throws, the new id is
   /// closed.
   void fork(index_t id, index_t to, const planned<Recipe>& policies, cudaStream_t stream) {
     try {
       plan_copy(id, to, stream);
-      its_.store.commit_copy(id, to, stream);
-      its_.reads.candidates().commit_copy(id, to, stream);
-      copy_on_device(its_.next.data() + to, its_.next.data() + id, 1, stream);
+      parts_.store.commit_copy(id, to, stream);
+      parts_.reads.candidates().commit_copy(id, to, stream);
+      copy_on_device(parts_.next.data() + to, parts_.next.data() + id, 1, stream);
       begin_sequence(to, stream);
-      its_.first.observer().copy(id, to, stream);
-      its_.prompts.copy(id, to, stream);
-      its_.reads.set_plan(to, policies, stream);
-      for (index_t layer = 0; layer < its_.shape.layers; ++layer) {
-        if (its_.roles.follows_recipe(layer) && its_.store.bound({layer, to}).longest > 0)
-          its_.reads.refresh({layer, to}, its_.store, stream);
+      parts_.first.observer().copy(id, to, stream);
+      parts_.prompts.copy(id, to, stream);
+      parts_.reads.set_plan(to, policies, stream);
+      for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
+        if (parts_.roles.follows_recipe(layer) && parts_.store.bound({layer, to}).longest > 0)
+          parts_.reads.refresh({layer, to}, parts_.store, stream);
       }
-      its_.reads.reader().copy(id, to, stream);
+      parts_.reads.reader().copy(id, to, stream);
     } catch (...) {
       clear(to, stream);
       throw;
@@ -92,61 +92,61 @@ class backend {
   /// Adopts another budget after everything that may fail has been made. Allocates; synchronises. Errors: a prepared
   /// step has layers to go.
   void follow_budget(const Recipe& changed, cudaStream_t) {
-    its_.order.require_all_finished();
-    auto first = its_.first.fit(changed, its_.device);
-    auto reader = its_.reads.reader().fit(changed, its_.shape, its_.options, its_.device);
-    auto movers = its_.fit_movers(its_.first.max_kept_tokens(first));
+    parts_.order.require_all_finished();
+    auto first = parts_.first.fit(changed, parts_.device);
+    auto reader = parts_.reads.reader().fit(changed, parts_.shape, parts_.options, parts_.device);
+    auto movers = parts_.fit_movers(parts_.first.max_kept_tokens(first));
     check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    its_.first.adopt(std::move(first));
-    its_.reads.reader().adopt(std::move(reader));
-    its_.store.adopt(std::move(movers));
-    its_.order.disturbed();
+    parts_.first.adopt(std::move(first));
+    parts_.reads.reader().adopt(std::move(reader));
+    parts_.store.adopt(std::move(movers));
+    parts_.order.disturbed();
   }
   void follow_plans(const conversations<Recipe>& known, cudaStream_t stream) {
     for (index_t id = 0; id < known.size(); ++id) {
-      if (known.is_open(id)) its_.reads.set_plan(id, known.sequence(id).policies, stream);
+      if (known.is_open(id)) parts_.reads.set_plan(id, known.sequence(id).policies, stream);
     }
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   }
   void fit_memory(index_t tokens, cudaStream_t stream) {
-    its_.order.require_none_under_way();
+    parts_.order.require_none_under_way();
     require(tokens >= 0, "tokens to make room for", tokens, "0 or more", "pass the longest answer");
-    its_.store.resize(tokens, stream);
-    its_.order.disturbed();
+    parts_.store.resize(tokens, stream);
+    parts_.order.disturbed();
   }
 
   // --- prompts -------------------------------------------------------------------------------------------------------
 
   void reserve(index_t id, index_t tokens, cudaStream_t stream) {
-    its_.order.require_finished(id);
-    its_.make_room(its_.all_layers({id}), tokens, stream);
+    parts_.order.require_finished(id);
+    parts_.make_room(parts_.all_layers({id}), tokens, stream);
   }
   /// id -1: for a new sequence.
   page_plan plan_pages(index_t id, const Recipe& recipe, const planned<Recipe>& policies,
                        index_t tokens) const requires in_groups {
-    host_vector<index_t> held(std::size_t(its_.shape.layers * its_.shape.kv_heads), 0);
-    for (index_t layer = 0; id >= 0 && layer < its_.shape.layers; ++layer) {
-      const host_vector<index_t> by_head = its_.store.held_by_head({layer, id});
-      std::copy(by_head.begin(), by_head.end(), held.begin() + offset_t(layer) * its_.shape.kv_heads);
+    host_vector<index_t> held(std::size_t(parts_.shape.layers * parts_.shape.kv_heads), 0);
+    for (index_t layer = 0; id >= 0 && layer < parts_.shape.layers; ++layer) {
+      const host_vector<index_t> by_head = parts_.store.held_by_head({layer, id});
+      std::copy(by_head.begin(), by_head.end(), held.begin() + offset_t(layer) * parts_.shape.kv_heads);
     }
-    const auto& rows = its_.store.rows();
-    return plan_prompt_pages(rows.groups(), rows.page(), held, recipe, policies, its_.roles, tokens);
+    const auto& rows = parts_.store.rows();
+    return plan_prompt_pages(rows.groups(), rows.page(), held, recipe, policies, parts_.roles, tokens);
   }
-  void reserve_pages(index_t id, index_t pages) requires in_groups { its_.store.rows().reserve(id, pages); }
+  void reserve_pages(index_t id, index_t pages) requires in_groups { parts_.store.rows().reserve(id, pages); }
 
   template <class E>
   void check_chunk(sequence_layer owner, const rows_view<const E>& q) const {
     check_element<E>();
-    its_.order.require_finished(owner.id);
-    if (Recipe::retain_type::observed == observes::every_query && its_.roles.follows_recipe(owner.layer) &&
+    parts_.order.require_finished(owner.id);
+    if (Recipe::retain_type::observed == observes::every_query && parts_.roles.follows_recipe(owner.layer) &&
         q.tokens > 0)
       require_rows_on_16_bytes("q", q);
   }
-  void begin_prompt(index_t id, cudaStream_t stream) { its_.store.settle({id}, true, stream); }
+  void begin_prompt(index_t id, cudaStream_t stream) { parts_.store.settle({id}, true, stream); }
   /// Sets pages that layers share aside, for all layers or for none.
   void expect_chunk(index_t id, index_t tokens) {
-    its_.store.require_fits({0, id}, tokens);
-    its_.store.expect(id, tokens);
+    parts_.store.require_fits({0, id}, tokens);
+    parts_.store.expect(id, tokens);
   }
   void end_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach,
                  index_t reconsidered, cudaStream_t stream) {
@@ -185,10 +185,10 @@ class backend {
   void prepare_step(const Recipe&, const batch& step, const conversations<Recipe>& known, cudaStream_t stream) {
     steps().prepare(step, known, stream);
   }
-  void begin_counting(const batch& step, conversations<Recipe>& known) { its_.order.prepared(step, known); }
+  void begin_counting(const batch& step, conversations<Recipe>& known) { parts_.order.prepared(step, known); }
   void begin_step(const batch& step, cudaStream_t stream) { steps().begin(step, stream); }
   void require_layer(index_t layer, const batch& step, const conversations<Recipe>&, cudaStream_t stream) const {
-    its_.order.require_layer(layer, step, stream);
+    parts_.order.require_layer(layer, step, stream);
   }
   template <class E>
   void decode(index_t layer, const Recipe& recipe, const batch& step, const conversations<Recipe>& known,
@@ -199,40 +199,41 @@ class backend {
     steps().decode(layer, recipe, step, known.sequence(step.ids.front()).policies, q, k, v, out, lse, stream);
   }
   void count_layer(index_t layer, const batch&, const conversations<Recipe>&, cudaStream_t stream) {
-    its_.order.decoded(layer, stream);
+    parts_.order.decoded(layer, stream);
   }
 
   // --- answers -------------------------------------------------------------------------------------------------------
 
-  auto view(sequence_layer owner) const { return its_.store.view(owner); }
+  auto view(sequence_layer owner) const { return parts_.store.view(owner); }
   host_vector<index_t> positions(sequence_layer owner, index_t head) const {
-    return its_.store.downloaded_positions(owner)[std::size_t(head)];
+    return parts_.store.downloaded_positions(owner)[std::size_t(head)];
   }
   host_vector<index_t> readable(sequence_layer owner, index_t head) const {
-    return joined_lists(its_.downloaded_lists(owner), its_.shape.kv_heads)[std::size_t(head)];
+    return joined_lists(parts_.downloaded_lists(owner), parts_.shape.kv_heads)[std::size_t(head)];
   }
-  const kv_store<layout>& store() const { return its_.store; }
-  kv_store<layout>& store() { return its_.store; }
-  const index_t* step_positions() const { return its_.first_position.data(); }
+  const kv_store<layout>& store() const { return parts_.store; }
+  kv_store<layout>& store() { return parts_.store; }
+  const index_t* step_positions() const { return parts_.first_position.data(); }
 
-  void trace_attended(bool on) { its_.traces_attended = on; }
-  const host_vector<host_vector<index_t>>& attended(sequence_layer owner) const { return its_.attended[owner]; }
-  void trace_lines(bool on) { its_.prompts.trace(on); }
-  const prompt_lines& lines(sequence_layer owner) const { return its_.prompts.lines(owner); }
+  void trace_attended(bool on) { parts_.traces_attended = on; }
+  const host_vector<host_vector<index_t>>& attended(sequence_layer owner) const { return parts_.attended[owner]; }
+  void trace_lines(bool on) { parts_.prompts.trace(on); }
+  const prompt_lines& lines(sequence_layer owner) const { return parts_.prompts.lines(owner); }
 
   /// Bytes of rows, positions, scores, candidates, index and stored queries.
   offset_t bytes(index_t id, const planned<Recipe>& policies) const {
     offset_t total = 0;
-    for (index_t layer = 0; layer < its_.shape.layers; ++layer) {
+    for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
       const sequence_layer owner{layer, id};
-      const token_bound held = its_.reads.candidates().bound(owner, its_.store.bound(owner));
-      total += its_.store.bytes(owner) + its_.reads.candidates().bytes(owner) + its_.first.observer().bytes_of_layer() +
-               its_.prompts.bytes_of_layer() + its_.reads.reader().bytes(policies, held.longest);
+      const token_bound held = parts_.reads.candidates().bound(owner, parts_.store.bound(owner));
+      total += parts_.store.bytes(owner) + parts_.reads.candidates().bytes(owner) +
+               parts_.first.observer().bytes_of_layer() + parts_.prompts.bytes_of_layer() +
+               parts_.reads.reader().bytes(policies, held.longest);
     }
     return total;
   }
   offset_t bytes_read(index_t id, const Recipe& recipe, const sequence_state<Recipe>& state) const {
-    return step_bytes(its_, id, recipe, state);
+    return step_bytes(parts_, id, recipe, state);
   }
 
  private:
@@ -241,32 +242,32 @@ class backend {
     static_assert(std::is_same_v<E, T>,
                   "tessera: the CUDA cache takes q, k and v of its layout's element type, fp16 or bf16");
   }
-  prompt_turn<Recipe, Out> prompts() { return prompt_turn<Recipe, Out>(its_); }
-  step_turn<Recipe, Out> steps() { return step_turn<Recipe, Out>(its_); }
+  prompt_turn<Recipe, Out> prompts() { return prompt_turn<Recipe, Out>(parts_); }
+  step_turn<Recipe, Out> steps() { return step_turn<Recipe, Out>(parts_); }
 
   /// Sets the state of a sequence without tokens.
   void begin_sequence(index_t id, cudaStream_t stream) {
-    its_.first.observer().forget(id);
-    its_.prompts.open(id, stream);
-    for (index_t layer = 0; layer < its_.shape.layers; ++layer) its_.attended[sequence_layer{layer, id}].clear();
+    parts_.first.observer().forget(id);
+    parts_.prompts.open(id, stream);
+    for (index_t layer = 0; layer < parts_.shape.layers; ++layer) parts_.attended[sequence_layer{layer, id}].clear();
   }
   void clear(index_t id, cudaStream_t stream) {
-    its_.store.clear(id, stream);
-    its_.reads.candidates().clear(id, stream);
-    its_.reads.reader().clear(id, stream);
-    its_.first.observer().forget(id);
+    parts_.store.clear(id, stream);
+    parts_.reads.candidates().clear(id, stream);
+    parts_.reads.reader().clear(id, stream);
+    parts_.first.observer().forget(id);
   }
   void plan_copy(index_t id, index_t to, cudaStream_t stream) {
-    its_.store.plan_copy(id, to, stream);
+    parts_.store.plan_copy(id, to, stream);
     try {
-      its_.reads.candidates().plan_copy(id, to);
+      parts_.reads.candidates().plan_copy(id, to);
     } catch (...) {
-      its_.store.abandon();
+      parts_.store.abandon();
       throw;
     }
   }
 
-  parts its_;
+  parts_type parts_;
 };
 
 }  // namespace cuda

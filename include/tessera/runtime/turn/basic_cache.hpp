@@ -33,7 +33,7 @@ TESSERA_NAMESPACE_BEGIN
 /// Floats   calls calculate in the mode that programs begin with (core/host/float_mode.hpp), and restore the caller's.
 template <class Recipe, class Backend>
 class basic_cache {
-  static_assert(check_backend<Backend, planned<Recipe>, conversations<Recipe>, batch, prompt_chunk>());
+  static_assert(check_backend<Backend, planned<Recipe>, conversations<Recipe>, batch>());
   using queue_type = typename Backend::queue;
   using default_queue = typename Backend::default_queue;
   using Out = typename Backend::output_type;

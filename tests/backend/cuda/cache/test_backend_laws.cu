@@ -46,15 +46,9 @@ struct device_side {
     std::vector<float> all(std::size_t(batch * tokens * 4 * dim));
     const buffer<float> out(all);
     for (index_t layer = 0; layer < 2; ++layer) {
-      std::vector<element_type> q, k, v;
-      for (const rows_type& one : rows) {
-        const auto at = std::size_t(layer);
-        q.insert(q.end(), one.q[at].begin(), one.q[at].end());
-        k.insert(k.end(), one.k[at].begin(), one.k[at].end());
-        v.insert(v.end(), one.v[at].begin(), one.v[at].end());
-      }
-      const buffer<element_type> dq(q), dk(k), dv(v);
-      cache.decode(layer, step, view(dq, tokens, 4, batch), view(dk, tokens, 2, batch), view(dv, tokens, 2, batch),
+      const buffer<element_type> q(rows_type::batch(rows, &rows_type::q, layer)),
+          k(rows_type::batch(rows, &rows_type::k, layer)), v(rows_type::batch(rows, &rows_type::v, layer));
+      cache.decode(layer, step, view(q, tokens, 4, batch), view(k, tokens, 2, batch), view(v, tokens, 2, batch),
                    nhd_rows(out.data, tokens, 4, dim, batch), {}, nullptr);
       const std::vector<float> got = out.get();
       for (std::size_t i = 0; i < all.size(); ++i) all[i] += got[i];

@@ -12,58 +12,60 @@ namespace cpu {
 /// The calls of a turn's prompt. Each does all of its work or none; the caller has checked the arguments.
 template <class Recipe>
 class prompt_turn {
-  using parts = cache_parts<Recipe>;
-  using choice = typename parts::choice;
+  using parts_type = cache_parts<Recipe>;
+  using choice = typename parts_type::choice;
 
  public:
-  explicit prompt_turn(parts& its) : its_(its) {}
+  explicit prompt_turn(parts_type& parts) : parts_(parts) {}
 
   /// Appends a chunk to a layer; its queries are observed.
   template <class E>
   void append(sequence_layer owner, const planned<Recipe>& policies, const prompt_chunk& chunk,
               const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v) {
-    const bool follows = its_.roles.follows_recipe(owner.layer);
-    choice& made = its_.new_choices(1).front();
+    const bool follows = parts_.roles.follows_recipe(owner.layer);
+    choice& made = parts_.new_choices(1).front();
     try {
-      its_.store.append(owner, k, v, chunk.first, chunk.marks);
+      parts_.store.append(owner, k, v, chunk.first, chunk.marks);
       if (!follows) {
-        its_.plan_slide(owner, k.tokens, made);
+        parts_.plan_slide(owner, k.tokens, made);
       } else {
-        its_.store.plan_observation(owner, q);
-        if (choosing_layer<Recipe>(owner.layer, policies, its_.roles) == owner.layer) {
-          its_.first.observer().observe_prompt(owner, its_.store, policies, its_.roles.rule(owner.layer), q,
-                                               chunk.first + k.tokens, *its_.workers);
+        parts_.store.plan_observation(owner, q);
+        if (choosing_layer<Recipe>(owner.layer, policies, parts_.roles) == owner.layer) {
+          parts_.first.observer().observe_prompt(owner, parts_.store, policies, parts_.roles.rule(owner.layer), q,
+                                               chunk.first + k.tokens, *parts_.workers);
         }
-        its_.store.observe_prompt(owner, q, k.tokens);
+        parts_.store.observe_prompt(owner, q, k.tokens);
       }
     } catch (...) {
-      its_.store.abandon(owner, chunk.first);
+      parts_.store.abandon(owner, chunk.first);
       throw;
     }
-    its_.commit(owner, made);
-    its_.reads.end_candidates(owner);
+    parts_.commit(owner, made);
+    parts_.reads.end_candidates(owner);
   }
 
   /// The end of a chunk, in a layer that chooses then: it keeps its share of the prompt so far.
   void end_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach) {
-    if (!its_.roles.follows_recipe(owner.layer)) return;
-    choice& made = its_.new_choices(1).front();
-    made.made = its_.first.choose(owner, its_.store, policies, its_.roles.rule(owner.layer), {reach.end, 0, &reach},
-                                  made.selections, its_.traces_ranks ? &made.ranked : nullptr, *its_.workers);
-    if (made.made) its_.store.plan_keep(owner);
-    its_.commit(owner, made);
-    its_.first.observer().forget(owner);
-    its_.reads.abandon(owner, its_.store);  // its slots have moved; the end of the prompt builds it anew
+    if (!parts_.roles.follows_recipe(owner.layer)) return;
+    choice& made = parts_.new_choices(1).front();
+    made.made =
+        parts_.first.choose(owner, parts_.store, policies, parts_.roles.rule(owner.layer), {reach.end, 0, &reach},
+                            made.selections, parts_.traces_ranks ? &made.ranked : nullptr, *parts_.workers);
+    if (made.made) parts_.store.plan_keep(owner);
+    parts_.commit(owner, made);
+    parts_.first.observer().forget(owner);
+    parts_.reads.abandon(owner, parts_.store);  // its slots have moved; the end of the prompt builds it anew
   }
 
   template <class E>
   void attend(sequence_layer owner, const Recipe& recipe, index_t first, const rows_view<const E>& q,
               const attention_output& output) {
-    const auto view = its_.store.view(owner);
+    const auto view = parts_.store.view(owner);
     const query_rows<E> queries{q, &first};
-    const logit_rule rule = its_.roles.rule(owner.layer);
-    if (!its_.roles.follows_recipe(owner.layer)) return prefill_attention(view, queries, rule, output, *its_.workers);
-    its_.prompts.attend(owner, recipe, view, queries, rule, output, *its_.workers);
+    const logit_rule rule = parts_.roles.rule(owner.layer);
+    if (!parts_.roles.follows_recipe(owner.layer))
+      return prefill_attention(view, queries, rule, output, *parts_.workers);
+    parts_.prompts.attend(owner, recipe, view, queries, rule, output, *parts_.workers);
   }
 
   /// Reads tokens once more, at positions from `part.begin` on. They attend to everything and to themselves, and their
@@ -72,62 +74,62 @@ class prompt_turn {
   void reread(sequence_layer owner, const planned<Recipe>& policies, const reread_part& part,
               const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
               const attention_output& output) {
-    const logit_rule rule = its_.roles.rule(owner.layer);
+    const logit_rule rule = parts_.roles.rule(owner.layer);
     try {
-      its_.store.append(owner, k, v, part.begin);
-      prefill_attention(its_.store.view(owner), query_rows<E>{q, &part.begin}, rule, output, *its_.workers);
-      if (its_.roles.follows_recipe(owner.layer))
-        its_.rereads.score(owner, its_.store, policies, rule, q, part, *its_.workers);
+      parts_.store.append(owner, k, v, part.begin);
+      prefill_attention(parts_.store.view(owner), query_rows<E>{q, &part.begin}, rule, output, *parts_.workers);
+      if (parts_.roles.follows_recipe(owner.layer))
+        parts_.rereads.score(owner, parts_.store, policies, rule, q, part, *parts_.workers);
     } catch (...) {
-      its_.store.abandon(owner, part.begin);
+      parts_.store.abandon(owner, part.begin);
       throw;
     }
-    its_.store.abandon(owner, part.begin);
+    parts_.store.abandon(owner, part.begin);
   }
 
   /// The end of a prompt in one layer: does what needs no other layer.
   void end_layer(sequence_layer owner, const Recipe& recipe) {
-    choice& made = its_.new_choices(1).front();
-    if (!its_.roles.follows_recipe(owner.layer)) {
-      its_.plan_slide(owner, 0, made);
+    choice& made = parts_.new_choices(1).front();
+    if (!parts_.roles.follows_recipe(owner.layer)) {
+      parts_.plan_slide(owner, 0, made);
     } else if (packs_by_layer(recipe)) {
-      its_.plan_packing(owner, made, true);
+      parts_.plan_packing(owner, made, true);
     }
-    its_.commit(owner, made);
+    parts_.commit(owner, made);
   }
 
   /// The end of a prompt. Where `due`, each layer keeps the budget's tokens, or makes them candidates.
   void end(index_t id, const Recipe& recipe, const planned<Recipe>& policies, bool due, const prompt_reach& reach) {
-    const index_t layers = its_.shape.layers;
-    host_vector<choice>& choices = its_.new_choices(layers);
+    const index_t layers = parts_.shape.layers;
+    host_vector<choice>& choices = parts_.new_choices(layers);
     try {
-      its_.first.count_over_model(id, its_.store, policies, its_.roles);
+      parts_.first.count_over_model(id, parts_.store, policies, parts_.roles);
       for (index_t layer = 0; layer < layers; ++layer)
         plan_end({layer, id}, recipe, policies, due, reach, choices);
     } catch (...) {
-      for (index_t layer = 0; layer < layers; ++layer) its_.abandon({layer, id}, reach.end);
+      for (index_t layer = 0; layer < layers; ++layer) parts_.abandon({layer, id}, reach.end);
       throw;
     }
-    for (index_t layer = 0; layer < layers; ++layer) its_.commit({layer, id}, choices[std::size_t(layer)]);
-    its_.store.expect(id, 0);
-    its_.first.observer().end_turn(id);
+    for (index_t layer = 0; layer < layers; ++layer) parts_.commit({layer, id}, choices[std::size_t(layer)]);
+    parts_.store.expect(id, 0);
+    parts_.first.observer().end_turn(id);
   }
 
  private:
   void plan_end(sequence_layer owner, const Recipe& recipe, const planned<Recipe>& policies, bool due,
                 const prompt_reach& reach, host_vector<choice>& choices) {
     choice& made = choices[std::size_t(owner.layer)];
-    if (!its_.roles.follows_recipe(owner.layer)) return its_.plan_slide(owner, 0, made);
-    const index_t chooser = choosing_layer<Recipe>(owner.layer, policies, its_.roles);
+    if (!parts_.roles.follows_recipe(owner.layer)) return parts_.plan_slide(owner, 0, made);
+    const index_t chooser = choosing_layer<Recipe>(owner.layer, policies, parts_.roles);
     if (chooser != owner.layer) {
-      its_.plan_same_choice(owner, policies, choices[std::size_t(chooser)], made);
+      parts_.plan_same_choice(owner, policies, choices[std::size_t(chooser)], made);
     } else {
-      its_.plan_choice(owner, recipe, policies, due, {reach.end, 0, &reach}, made);
+      parts_.plan_choice(owner, recipe, policies, due, {reach.end, 0, &reach}, made);
     }
-    its_.plan_packing(owner, made, true);
+    parts_.plan_packing(owner, made, true);
   }
 
-  parts& its_;
+  parts_type& parts_;
 };
 
 }  // namespace cpu

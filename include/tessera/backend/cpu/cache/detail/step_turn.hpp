@@ -12,24 +12,24 @@ namespace cpu {
 /// The calls of a step. Each does all of its work or none; the caller has checked the arguments.
 template <class Recipe>
 class step_turn {
-  using parts = cache_parts<Recipe>;
-  using choice = typename parts::choice;
+  using parts_type = cache_parts<Recipe>;
+  using choice = typename parts_type::choice;
   using layout = typename Recipe::layout_type;
 
  public:
-  explicit step_turn(parts& its) : its_(its) {}
+  explicit step_turn(parts_type& parts) : parts_(parts) {}
 
   /// Reserves memory for a step in every layer, or in none.
   void prepare(const batch& step) {
     for (std::size_t b = 0; b < step.ids.size(); ++b) {
       try {
-        its_.store.expect(step.ids[b], step.tokens);
+        parts_.store.expect(step.ids[b], step.tokens);
       } catch (...) {
-        while (b-- > 0) its_.store.expect(step.ids[b], 0);
+        while (b-- > 0) parts_.store.expect(step.ids[b], 0);
         throw;
       }
     }
-    for (const index_t id : step.ids) its_.store.settle(id);
+    for (const index_t id : step.ids) parts_.store.settle(id);
   }
 
   /// One layer for every sequence of the batch: append, retrieve, attend, retain.
@@ -37,8 +37,8 @@ class step_turn {
   void decode(index_t layer, const Recipe& recipe, const batch& step, const conversations<Recipe>& known,
               const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
               const attention_output& output) {
-    host_vector<choice>& choices = its_.new_choices(step.sequences());
-    its_.log.begin(step.sequences());
+    host_vector<choice>& choices = parts_.new_choices(step.sequences());
+    parts_.log.begin(step.sequences());
     const auto owner = [&](index_t b) { return sequence_layer{layer, step.ids[std::size_t(b)]}; };
     const auto first = [&](index_t b) { return known.progress(owner(b)).next_position; };
     try {
@@ -49,14 +49,14 @@ class step_turn {
       }
     } catch (...) {
       for (index_t b = 0; b < step.sequences(); ++b) {
-        if (choices[std::size_t(b)].observed) its_.first.observer().abandon(b, owner(b), its_.store);
-        its_.abandon(owner(b), first(b));
+        if (choices[std::size_t(b)].observed) parts_.first.observer().abandon(b, owner(b), parts_.store);
+        parts_.abandon(owner(b), first(b));
       }
       throw;
     }
     for (index_t b = 0; b < step.sequences(); ++b) {
-      its_.commit(owner(b), choices[std::size_t(b)]);
-      its_.log.commit(b, owner(b));
+      parts_.commit(owner(b), choices[std::size_t(b)]);
+      parts_.log.commit(b, owner(b));
     }
   }
 
@@ -67,42 +67,42 @@ class step_turn {
                        const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
                        const attention_output& output, choice& made) {
     const index_t next = first + k.tokens;
-    const logit_rule rule = its_.roles.rule(owner.layer);
-    its_.store.append(owner, k, v, first, marks);
-    if (!its_.roles.follows_recipe(owner.layer))
+    const logit_rule rule = parts_.roles.rule(owner.layer);
+    parts_.store.append(owner, k, v, first, marks);
+    if (!parts_.roles.follows_recipe(owner.layer))
       return decode_all(owner, b, query_rows<E>{q, &first}, k.tokens, output, made);
-    its_.reads.append(owner, its_.store, k.tokens);
+    parts_.reads.append(owner, parts_.store, k.tokens);
     if constexpr (Recipe::schedule_type::fires_at(moment::step_begin)) {
       if (step.evicts_first) {  // the step reads what will stay; the rest is dropped when the whole batch has succeeded
-        its_.plan_choice(owner, recipe, policies, true, {next, k.tokens, nullptr}, made);
-        attend(owner, b, policies, its_.reads.view_of(owner, its_.store, made.selections[0]), query_rows<E>{q, &first},
-               rule, output);
-        return its_.plan_packing(owner, made, false);
+        parts_.plan_choice(owner, recipe, policies, true, {next, k.tokens, nullptr}, made);
+        attend(owner, b, policies, parts_.reads.view_of(owner, parts_.store, made.selections[0]),
+               query_rows<E>{q, &first}, rule, output);
+        return parts_.plan_packing(owner, made, false);
       }
     }
-    const index_t members = its_.reads.members(owner);
+    const index_t members = parts_.reads.members(owner);
     for (index_t m = 0; m < members; ++m) {
       const group_member<E> part(q, rule, m, members);
-      attend(owner, b, policies, its_.reads.view(owner, its_.store, m), query_rows<E>{part.q, &first}, part.rule,
+      attend(owner, b, policies, parts_.reads.view(owner, parts_.store, m), query_rows<E>{part.q, &first}, part.rule,
              {every_head(output.out, m, members), every_head(output.lse, m, members)}, m);
     }
-    its_.log.add_bytes(
-        b, its_.first.observer().observe_step(b, owner, its_.store, policies, rule, q, next, *its_.workers));
+    parts_.log.add_bytes(
+        b, parts_.first.observer().observe_step(b, owner, parts_.store, policies, rule, q, next, *parts_.workers));
     made.observed = true;
     if (step.evicts_last) {
-      its_.plan_choice(owner, recipe, policies, true, {next, 0, nullptr}, made);
-      if (Recipe::retain_type::follows) its_.log.note_keys(b, its_.store.lengths(owner), layout::key_bytes());
+      parts_.plan_choice(owner, recipe, policies, true, {next, 0, nullptr}, made);
+      if (Recipe::retain_type::follows) parts_.log.note_keys(b, parts_.store.lengths(owner), layout::key_bytes());
     }
-    its_.plan_packing(owner, made, false);
+    parts_.plan_packing(owner, made, false);
   }
   /// A step of a layer that keeps and reads everything, or slides.
   template <class E>
   void decode_all(sequence_layer owner, index_t b, const query_rows<E>& queries, index_t tokens,
                   const attention_output& output, choice& made) {
-    const auto all = its_.store.view(owner);
-    decode_attention(all, queries, its_.roles.rule(owner.layer), nullptr, output, *its_.attending, *its_.workers);
-    its_.log.note(b, all, nullptr, its_.store.token_bytes(), its_.store.uneven_bytes(all, nullptr));
-    its_.plan_slide(owner, tokens, made);
+    const auto all = parts_.store.view(owner);
+    decode_attention(all, queries, parts_.roles.rule(owner.layer), nullptr, output, *parts_.attending, *parts_.workers);
+    parts_.log.note(b, all, nullptr, parts_.store.token_bytes(), parts_.store.uneven_bytes(all, nullptr));
+    parts_.plan_slide(owner, tokens, made);
   }
   /// Attends what the reader chooses of a view, for one member of a group whose query heads read apart.
   template <class View, class E>
@@ -110,14 +110,14 @@ class step_turn {
               const query_rows<E>& queries, const logit_rule& rule, const attention_output& output,
               index_t member = 0) {
     offset_t bytes = 0;
-    const selection_view* chosen = its_.reads.choose(owner, view, queries, rule, policies, bytes, *its_.workers);
-    decode_attention(view, queries, rule, chosen, output, *its_.attending, *its_.workers);
-    its_.log.note(b, view, chosen, its_.store.token_bytes(), bytes + its_.store.uneven_bytes(view, chosen), member,
-                  its_.reads.members(owner));
-    its_.reads.complete(owner, view, queries.q.tokens, output.out);
+    const selection_view* chosen = parts_.reads.choose(owner, view, queries, rule, policies, bytes, *parts_.workers);
+    decode_attention(view, queries, rule, chosen, output, *parts_.attending, *parts_.workers);
+    parts_.log.note(b, view, chosen, parts_.store.token_bytes(), bytes + parts_.store.uneven_bytes(view, chosen),
+                    member, parts_.reads.members(owner));
+    parts_.reads.complete(owner, view, queries.q.tokens, output.out);
   }
 
-  parts& its_;
+  parts_type& parts_;
 };
 
 }  // namespace cpu
