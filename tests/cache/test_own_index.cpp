@@ -110,6 +110,12 @@ class page_mean_reader {
     for (const head& one : places_[at]) total += offset_t(one.sums.capacity() * sizeof(float));
     return total;
   }
+  offset_t upper_bound(const planned<Recipe>& policies, const kept_bound& readable) const {
+    offset_t total = 0;  // a vector that grows doubles
+    for (const index_t tokens : readable.by_head)
+      total += 2 * offset_t(ceil_div(tokens, policies.read.scorer.page)) * k_dim * offset_t(sizeof(float));
+    return total;
+  }
 
  private:
   std::vector<head>& place(std::size_t at) {

@@ -1,6 +1,7 @@
 // A cache whose heads share ragged pages: the bits of runs, pages that are known before the prompt, and a pool that is full.
 #include "catch.hpp"
 
+#include <algorithm>
 #include <memory>
 #include <set>
 #include <vector>
@@ -243,4 +244,34 @@ TEST_CASE("a pool that is too small refuses a prompt or a step before anything h
   CHECK(kv.next_position(second) == next);
   kv.close(first);
   CHECK_NOTHROW(of.step(kv, second, next, 1));  // on as before
+}
+
+TEST_CASE("a pool of as many pages as the bound says takes the whole turn, and a page less does not cover it") {
+  rng random(1253);
+  const model_shape shape{3, 4, 4};
+  const std::vector<double> shares{0.1, 0.9, 0.3, 0.3, 0.5, 0.2, 1.0, 0.4, 0.25, 0.25, 0.7, 0.05};
+  auto recipe = recipe_of<over_pages>(shares, shape, 4, 32);
+  const text of(random, shape, 260);
+  const index_t prompt = 200, answer = 60;
+  capacity bound;
+  {
+    cache<over_pages> unbounded(shape, recipe, one_thread());
+    bound = unbounded.bound(prompt, answer, 32);
+    CHECK(unbounded.available() == capacity{capacity::unlimited, capacity::unlimited});
+    CHECK(bound.pages >= unbounded.upper_bound_pages(prompt));
+    CHECK(bound.pages < unbounded.bound(prompt, answer).pages);  // one chunk is stored whole before it is judged
+  }
+  recipe.placement.max_pages = index_t(bound.pages);
+  cache<over_pages> kv(shape, recipe, one_thread());
+  for (int again = 0; again < 2; ++again) {
+    CHECK(kv.available().covers(bound));
+    CHECK(!kv.available().covers({bound.bytes, bound.pages + 1}));
+    const index_t id = kv.open();
+    kv.announce(id, prompt);
+    CHECK(kv.available().pages < bound.pages);
+    for (index_t done = 0; done < prompt; done += 32) of.prefill(kv, id, done, (std::min)(32, prompt - done));
+    kv.end_prefill(id);
+    for (index_t i = 0; i < answer; ++i) of.step(kv, id, prompt + i, 1);
+    kv.close(id);
+  }
 }

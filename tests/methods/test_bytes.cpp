@@ -1,5 +1,8 @@
-// bytes() and bytes_read() against counts by hand. A token of one kv_head is 2 * 64 * 4 = 512 bytes of K and V.
+// bytes(), bytes_read() and bound() against counts by hand, and bytes() of every method against bound(). A token of one kv_head is
+// 2 * 64 * 4 = 512 bytes of K and V.
 #include "catch.hpp"
+
+#include <algorithm>
 
 #include <tessera/core/plan/normalized_cost.hpp>
 
@@ -233,4 +236,98 @@ TEST_CASE("a closed sequence's bytes are gone, and another's are its own") {
   snapkv.cache->close(snapkv.id);
   CHECK(snapkv.cache->open() == snapkv.id);
   CHECK(snapkv.cache->bytes(snapkv.id) == 0);
+}
+
+namespace {
+
+/// A conversation of one prompt and its answer.
+struct planned_turn {
+  index_t prompt, answer, chunk, step;
+};
+
+const std::vector<planned_turn> turns{{200, 60, 0, 1}, {200, 40, 7, 8}, {150, 5, 64, 3}, {37, 220, 37, 1},
+                                      {1, 9, 0, 2},    {64, 0, 16, 1}};
+
+/// The largest number of bytes after any call; never above the bound.
+offset_t peak_of(any_cache& cache, const model_data& data, const planned_turn& turn, offset_t bound) {
+  const index_t id = cache.open();
+  offset_t peak = 0;
+  const auto look = [&] {
+    peak = std::max(peak, cache.bytes(id));
+    REQUIRE(cache.bytes(id) <= bound);
+  };
+  cache.announce(id, turn.prompt);
+  const index_t heads = data.shape.q_heads;
+  index_t next = 0;
+  while (next < turn.prompt) {
+    const index_t count = std::min(turn.chunk > 0 ? turn.chunk : turn.prompt, turn.prompt - next);
+    std::vector<float> out(std::size_t(count * heads * dim));
+    for (index_t layer = 0; layer < data.shape.layers; ++layer) {
+      cache.prefill(layer, id, data.queries(layer, next, count), data.keys(layer, next, count),
+                    data.values(layer, next, count));
+      look();
+      cache.prefill_attention(layer, id, data.queries(layer, next, count),
+                              tessera::nhd_rows(out.data(), count, heads, dim), {});
+      look();
+    }
+    next += count;
+  }
+  cache.end_prefill(id);
+  look();
+  while (next < turn.prompt + turn.answer) {
+    const index_t count = std::min(turn.step, turn.prompt + turn.answer - next);
+    decode(cache, id, data, next, count);
+    next += count;
+    look();
+  }
+  return peak;
+}
+
+}  // namespace
+
+// Of many layers the second place of one is little. A pool of pages rounds up, packed rows have their segments twice, and
+// sentences may be as short as a token: those bounds are looser.
+TEST_CASE("the bound of a long prompt is not much more than what the sequence takes") {
+  rng random(154);
+  const tessera::model_shape shape{16, 4, 2};
+  const model_data data(random, shape, 720);
+  const planned_turn turn{700, 20, 0, 1};
+  for (const std::string method : {"full", "snapkv", "h2o", "quest", "rocketkv", "sparq", "tangram", "streaming_llm"}) {
+    CAPTURE(method);
+    const auto cache =
+        make_cache({method, 100, {{"window", 8}}}, shape, std::make_shared<tessera::cpu::executor>(1));
+    const offset_t bound = cache->bound(turn.prompt, turn.answer, turn.chunk).bytes;
+    const offset_t peak = peak_of(*cache, data, turn, bound);
+    CAPTURE(peak, bound);
+    CHECK(double(bound) < 1.15 * double(peak));
+  }
+}
+
+TEST_CASE("a bound is refused where the turn is impossible, and says why") {
+  const auto cache = make_cache({"snapkv", 100, {}}, {1, 2, 1}, std::make_shared<tessera::cpu::executor>(1));
+  CHECK_THROWS_WITH(cache->bound(0, 1, 0), contains("tokens of the prompt is 0; expected 1 to"));
+  CHECK_THROWS_WITH(cache->bound(5, -1, 0), contains("tokens of the answer is -1; expected 0 to"));
+  CHECK_THROWS_WITH(cache->bound(5, 1, -2), contains("tokens of a prompt chunk is -2; expected at least 1"));
+}
+
+TEST_CASE("no sequence takes more than its bound") {
+  rng random(153);
+  for (const bool slides : {false, true}) {
+    tessera::model_shape shape{3, 6, 2};
+    if (slides) shape.window = 24, shape.sliding = {0, 1, 0};
+    const model_data data(random, shape, 262);
+    for (const std::string& method : all_methods()) {
+      for (const index_t budget : {32, 80}) {
+        const auto cache = make_cache({method, budget, {{"window", 8}, {"max_new", 30}, {"recent", 10}}}, shape,
+                                      std::make_shared<tessera::cpu::executor>(1));
+        for (const planned_turn& turn : turns) {
+          CAPTURE(method, budget, slides, turn.prompt, turn.answer, turn.chunk, turn.step);
+          const tessera::capacity bound = cache->bound(turn.prompt, turn.answer, turn.chunk);
+          peak_of(*cache, data, turn, bound.bytes);
+          CHECK((bound.pages > 0) == (method == "tangram"));
+          CHECK(cache->available().covers(bound));
+        }
+      }
+    }
+  }
 }

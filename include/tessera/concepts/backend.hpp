@@ -4,12 +4,14 @@
 #include <concepts>
 #include <cstddef>
 
+#include "../core/plan/capacity.hpp"
 #include "../core/host/host_vector.hpp"
 #include "../core/logit_rule.hpp"
 #include "../core/prompt/prompt_lines.hpp"
 #include "../core/prompt/prompt_reach.hpp"
 #include "../core/sequence_layer.hpp"
 #include "../core/views.hpp"
+#include "../core/plan/layer_peak.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -18,6 +20,7 @@ TESSERA_NAMESPACE_BEGIN
 ///   clear(id, queue...)         empties an open sequence; needs no memory
 ///   expect(id, tokens)          reserves pages of a pool for `tokens` more in every layer, 0: none; may throw
 ///   bytes(owner)                bytes that are allocated, or acquired of a pool
+///   upper_bound(peaks), available()   the most that a new sequence takes; what no sequence has or has reserved
 /// Rows are moved and dropped in two calls: `plan_keep` does all that may throw and changes nothing visible, `keep`
 /// carries it out.
 template <class S, class... Queue>
@@ -28,6 +31,8 @@ concept backend_store = requires(S& store, const S& stored, sequence_layer owner
   store.expect(id, id);
   { stored.bytes(owner) } -> std::convertible_to<offset_t>;
   { stored.kv_heads() } -> std::same_as<index_t>;
+  { stored.upper_bound(host_vector<layer_peak>()) } -> std::same_as<capacity>;
+  { stored.available() } -> std::same_as<capacity>;
 };
 
 /// An observer of a backend: what a first stage's scorer needs to know.
@@ -72,6 +77,10 @@ concept backend_attending = requires(A& attending, const A& attended, sequence_l
 ///   begin_counting(step, sequences), count_layer(layer, step, sequences, queue)   when a step's tokens count
 ///   require_layer(layer, step, sequences, queue), decode                          one layer of a step
 ///   positions, readable, attended, lines, bytes, bytes_read                       answers
+///   roles()                                         which layers follow the recipe
+///   upper_bound(recipe, policies, peaks)            the most that a new sequence takes, of which each layer holds at
+///                                                   most `peaks`
+///   available()                                     what no sequence has or has reserved
 template <class B, class Policies, class Sequences, class Step>
 constexpr bool check_backend() {
   using recipe = typename B::recipe_type;
@@ -119,15 +128,23 @@ constexpr bool check_backend() {
       "tessera: a backend must carry a step: prepare_step(recipe, step, sequences, queue), begin_counting(step, "
       "sequences), require_layer(layer, step, sequences, queue), count_layer(layer, step, sequences, queue)");
   static_assert(
-      requires(const B& b, sequence_layer owner, const recipe& r, const Policies& policies, index_t n) {
+      requires(const B& b, sequence_layer owner, const Sequences& known, index_t n) {
         { b.positions(owner, n) } -> std::same_as<host_vector<index_t>>;
         { b.readable(owner, n) } -> std::same_as<host_vector<index_t>>;
         { b.attended(owner) } -> std::same_as<const host_vector<host_vector<index_t>>&>;
         { b.lines(owner) } -> std::same_as<const prompt_lines&>;
-        { b.bytes(n, policies) } -> std::same_as<offset_t>;
+        { b.bytes(n, known.sequence(n)) } -> std::same_as<offset_t>;
       },
       "tessera: a backend must answer: positions(owner, head), readable(owner, head), attended(owner), lines(owner), "
-      "bytes(id, policies)");
+      "bytes(id, state)");
+  static_assert(
+      requires(const B& b, const recipe& r, const Policies& policies, const host_vector<layer_peak>& peaks) {
+        b.roles();
+        { b.upper_bound(r, policies, peaks) } -> std::same_as<capacity>;
+        { b.available() } -> std::same_as<capacity>;
+      },
+      "tessera: a backend must say what a new sequence takes at most, and what there is: roles(), "
+      "upper_bound(recipe, policies, peaks), available()");
   return true;
 }
 

@@ -8,6 +8,7 @@
 #include "../concepts/host_only.hpp"
 #include "../concepts/layout.hpp"
 #include "../core/parameters.hpp"
+#include "../core/plan/layer_peak.hpp"
 #include "../core/stored/segment_strategy.hpp"
 #include "one_strategy.hpp"
 
@@ -141,5 +142,85 @@ template <class Layout>
 concept packing_layout = packing_rows<typename Layout::rows_type>;
 template <class Layout>
 concept searching_layout = packing_layout<Layout> && Layout::rows_type::strategy_type::searches;
+
+// What the segments of a layout take at most, for the stores of both backends.
+
+/// Whether strategies are searched.
+template <packing_layout Layout>
+bool searches_strategies(const Layout& layout) {
+  if constexpr (searching_layout<Layout>) return layout.rows.strategy.searched();
+  return false;
+}
+
+/// The rows of a layout with the longest format that a segment may have.
+template <packing_layout Layout>
+auto widest_rows(const Layout& layout) {
+  auto widest = layout.rows;
+  if constexpr (searching_layout<Layout>) {
+    if (layout.rows.strategy.searched()) {
+      widest.key.channels = (std::max)(widest.key.channels, strategy_shares.back());
+      widest.value.channels = (std::max)(widest.value.channels, strategy_shares.back());
+      widest.key.group = widest.value.group = 1;
+    }
+  }
+  return widest;
+}
+
+/// An upper bound of the segments of a conversation of at most `tokens` tokens. They are those of its prompts, each cut
+/// at its own end. Where strategies are searched, one of decoded tokens follows each, and others as they end, in two
+/// parts if a strategy was found meanwhile.
+template <packing_layout Layout>
+index_t max_segments(const Layout& layout, index_t tokens) {
+  const index_t of_prompts = ceil_div(tokens, layout.rows.segment) + 1 + tokens / Layout::rows_type::own_segment_tokens;
+  if constexpr (searching_layout<Layout>) {
+    if (searches_strategies(layout)) {
+      const index_t least = (std::min)(layout.rows.strategy.least_segment, layout.rows.segment);
+      return 2 * (of_prompts + ceil_div(tokens, least));
+    }
+  }
+  return of_prompts;
+}
+
+/// What a layer that packs holds at most at any moment.
+struct packed_peak {
+  index_t whole = 0;      ///< whole rows of a head: a prompt until it ends, then a tail
+  index_t segments = 0;   ///< segments with a basis of their own
+  index_t originals = 0;  ///< original rows of a head that a search may read, whatever it waits for
+};
+
+template <packing_layout Layout>
+packed_peak packed_peak_of(const Layout& layout, const turn_extent& turn) {
+  const auto& tail = layout.rows.tail;
+  index_t full = 1;  // whole rows of which a step packs some
+  while (full < turn.tokens() && tail.packed_after_step(full) == 0) ++full;
+  const offset_t in_steps = offset_t(full) + 2 * turn.step, decoded = offset_t(turn.answer) + full;
+  packed_peak peak;
+  peak.whole = index_t((std::max<offset_t>)(turn.prompt, (std::min<offset_t>)(turn.tokens(), in_steps)));
+  peak.segments = ceil_div(turn.prompt, layout.rows.segment) + 1;
+  if constexpr (searching_layout<Layout>) {
+    if (searches_strategies(layout)) {
+      // Decoded rows form segments that end, each perhaps in two parts. A segment ends when it is full; the rows of the
+      // one before may wait for their search.
+      const index_t least = (std::min)(layout.rows.strategy.least_segment, layout.rows.segment);
+      peak.segments += 2 * index_t(decoded / least) + 1;
+      peak.originals = index_t((std::min<offset_t>)(decoded, 2 * (offset_t(layout.rows.segment) + in_steps)));
+    }
+  }
+  return peak;
+}
+
+/// The whole rows of these layers: those that follow the recipe are packed.
+template <packing_layout Layout>
+host_vector<layer_peak> whole_peaks(const Layout& layout, host_vector<layer_peak> peaks) {
+  for (layer_peak& peak : peaks) {
+    if (!peak.follows_recipe) continue;
+    const index_t whole = packed_peak_of(layout, peak.turn).whole;
+    peak.stored.longest = (std::min)(peak.stored.longest, whole);
+    offset_t total = 0;
+    for (index_t& tokens : peak.stored.by_head) total += tokens = (std::min)(tokens, whole);
+    peak.stored.total = (std::min)(peak.stored.total, total);
+  }
+  return peaks;
+}
 
 TESSERA_NAMESPACE_END

@@ -15,11 +15,6 @@ struct settled_heads {
   host_vector<index_t> settled;  ///< first tokens that do not compete
 };
 
-/// Upper bounds of the tokens that a layer keeps and, where they are known, the counts of every kv_head.
-struct kept_bound : token_bound {
-  host_vector<index_t> by_head;  ///< empty: not known
-};
-
 /// The tokens that a budget of lengths leaves each head of a layer: the counts of choose_kept on either backend.
 /// Shapes   stored [kv_heads], tokens of each head.   `layer`: as the budget sees it, of one head where all choose
 ///          together.

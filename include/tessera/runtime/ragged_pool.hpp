@@ -84,6 +84,8 @@ class ragged_pool {
   }
 
   index_t groups() const { return groups_; }
+  /// Pages of the pool; 0: no bound.
+  index_t capacity() const { return capacity_; }
   std::span<const index_t> pages(index_t id, index_t group) const {
     return sequences_[std::size_t(id)].tables[std::size_t(group)];
   }

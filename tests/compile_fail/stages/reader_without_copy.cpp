@@ -13,4 +13,4 @@ struct reader_that_no_fork_can_copy {
   offset_t bytes(std::size_t) const { return 0; }
 };
 
-static_assert(cpu::check_reader<reader_that_no_fork_can_copy>());
+static_assert(cpu::check_reader<reader_that_no_fork_can_copy, int>());

@@ -51,6 +51,8 @@ class called_cache {
   virtual std::vector<std::vector<index_t>> attended(index_t layer, index_t id) const = 0;
   virtual offset_t bytes(index_t id) const = 0;
   virtual offset_t bytes_read(index_t id) const = 0;
+  virtual tessera::capacity bound(index_t prompt, index_t answer, index_t chunk) const = 0;
+  virtual tessera::capacity available() const = 0;
   /// How many tokens may be others where scores of two choices differ by rounding only: pages and pooled scores have
   /// several of one score, and where two channels of a query are equal to rounding, all estimates are others.
   virtual index_t chosen_together(index_t) const { return 1; }
@@ -163,6 +165,10 @@ class cpu_calls : public Interface {
   }
   offset_t bytes(index_t id) const override { return held_.bytes(id); }
   offset_t bytes_read(index_t id) const override { return held_.bytes_read(id); }
+  tessera::capacity bound(index_t prompt, index_t answer, index_t chunk) const override {
+    return held_.bound(prompt, answer, chunk);
+  }
+  tessera::capacity available() const override { return held_.available(); }
   index_t chosen_together(index_t id) const override {
     index_t most = 1;
     const Recipe& recipe = held_.recipe();

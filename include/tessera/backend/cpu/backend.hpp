@@ -161,7 +161,7 @@ class backend {
   const ranked_tokens& ranked(sequence_layer owner) const { return parts_.ranked[owner]; }
 
   /// Bytes allocated for a sequence.
-  offset_t bytes(index_t id, const planned<Recipe>&) const {
+  offset_t bytes(index_t id, const sequence_state<Recipe>&) const {
     offset_t total = 0;
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
       const sequence_layer owner{layer, id};
@@ -170,6 +170,18 @@ class backend {
     }
     return total;
   }
+  /// The most that a new sequence with these policies and peaks takes.
+  capacity upper_bound(const Recipe& recipe, const planned<Recipe>& policies,
+                       const host_vector<layer_peak>& peaks) const {
+    capacity bound = parts_.store.upper_bound(peaks);
+    for (const layer_peak& peak : peaks) {
+      bound.bytes += parts_.first.observer().upper_bound(policies, peak.turn) +
+                     parts_.reads.upper_bound(policies, peak) + parts_.prompts.upper_bound(recipe, peak.turn);
+    }
+    return bound;
+  }
+  capacity available() const { return parts_.store.available(); }
+  const layer_roles& roles() const { return parts_.roles; }
   offset_t bytes_read(index_t id, const Recipe&, const sequence_state<Recipe>&) const { return parts_.log.bytes(id); }
 
  private:

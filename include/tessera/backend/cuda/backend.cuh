@@ -220,23 +220,48 @@ class backend {
   void trace_lines(bool on) { parts_.prompts.trace(on); }
   const prompt_lines& lines(sequence_layer owner) const { return parts_.prompts.lines(owner); }
 
-  /// Bytes of rows, positions, scores, candidates, index and stored queries.
-  offset_t bytes(index_t id, const planned<Recipe>& policies) const {
+  /// Bytes of rows, positions, scores, candidates, stored queries and, once the first prompt has ended, the index.
+  offset_t bytes(index_t id, const sequence_state<Recipe>& state) const {
     offset_t total = 0;
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
       const sequence_layer owner{layer, id};
       const token_bound held = parts_.reads.candidates().bound(owner, parts_.store.bound(owner));
       total += parts_.store.bytes(owner) + parts_.reads.candidates().bytes(owner) +
-               parts_.first.observer().bytes_of_layer() + parts_.prompts.bytes_of_layer() +
-               parts_.reads.reader().bytes(policies, held.longest);
+               bytes_of_every_layer() +
+               (state.first_prompt > 0 ? parts_.reads.reader().bytes(state.policies, held.longest) : 0);
     }
     return total;
   }
+  /// The most that a new sequence with these policies and peaks takes.
+  /// Errors   more than the sizes of the cache allow for one sequence: tessera::error.
+  capacity upper_bound(const Recipe&, const planned<Recipe>& policies, const host_vector<layer_peak>& peaks) const {
+    parts_.reads.require_covered(policies);
+    capacity bound = parts_.store.upper_bound(peaks);
+    for (const layer_peak& peak : peaks) {
+      require_tokens_of_head(peak.stored.longest, parts_.options.tokens);
+      if (peak.follows_recipe) parts_.reads.reader().require_fits(peak.readable.longest);
+      bound.bytes += bytes_of_every_layer() + parts_.reads.candidates().upper_bound(peak.readable) +
+                     parts_.reads.reader().bytes(policies, peak.readable.longest);
+    }
+    return bound;
+  }
+  /// What the pool of rows has left. All else was allocated when the cache was made; of it only what every sequence has
+  /// is counted, so that a bound that is covered has enough rows.
+  capacity available() const {
+    capacity left = parts_.store.available();
+    if (left.bytes != capacity::unlimited) left.bytes += parts_.shape.layers * bytes_of_every_layer();
+    return left;
+  }
+  const layer_roles& roles() const { return parts_.roles; }
   offset_t bytes_read(index_t id, const Recipe& recipe, const sequence_state<Recipe>& state) const {
     return step_bytes(parts_, id, recipe, state);
   }
 
  private:
+  /// Bytes that every layer of a sequence takes, whatever it stores.
+  offset_t bytes_of_every_layer() const {
+    return parts_.first.observer().bytes_of_layer() + parts_.prompts.bytes_of_layer();
+  }
   template <class E>
   static constexpr void check_element() {
     static_assert(std::is_same_v<E, T>,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <string>
 
 #include "../../core/error.hpp"
 #include "../../core/types.hpp"
@@ -36,6 +37,12 @@ struct cache_options {
 
   static constexpr index_t max_tokens_of_a_head = 1 << 30;
 };
+
+/// Errors   a head would store more tokens than `capacity`: tessera::error.
+inline void require_tokens_of_head(offset_t wanted, index_t capacity) {
+  require(wanted <= capacity, "tokens of a kv_head", wanted,
+          "at most cache_options::tokens, which is " + std::to_string(capacity), "raise tokens, or lower the budget");
+}
 
 }  // namespace cuda
 TESSERA_NAMESPACE_END

@@ -1,6 +1,7 @@
 // What budgets know of a layer without scores: lengths. What they answer: upper bounds.
 #pragma once
 
+#include "../host/host_vector.hpp"
 #include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -30,6 +31,11 @@ struct head_extent {
 struct token_bound {
   index_t longest = 0;
   offset_t total = 0;
+};
+
+/// The same and, where they are known, the counts of every kv_head.
+struct kept_bound : token_bound {
+  host_vector<index_t> by_head;  ///< empty: not known
 };
 
 TESSERA_NAMESPACE_END

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "../../concepts/backend.hpp"
+#include "../../core/plan/capacity.hpp"
 #include "../../core/error.hpp"
 #include "../../core/host/float_mode.hpp"
 #include "../../core/host/host_vector.hpp"
@@ -15,6 +16,7 @@
 #include "../page_plan.hpp"
 #include "../strategy.hpp"
 #include "conversations.hpp"
+#include "layer_peaks.hpp"
 #include "prompt_chunk.hpp"
 #include "reread_part.hpp"
 
@@ -304,7 +306,26 @@ class basic_cache {
   auto view(index_t layer, index_t id) const requires has_queue { return backend_.view(checked({layer, id})); }
 
   /// Bytes of a sequence in all layers: rows and columns, observed queries, the second stage's index.
-  offset_t bytes(index_t id) const { return backend_.bytes(id, conversations_.sequence(id).policies); }
+  offset_t bytes(index_t id) const { return backend_.bytes(id, conversations_.sequence(id)); }
+
+  /// The most that one new sequence takes at any moment of a prompt, in chunks of at most `chunk` tokens (0: in one),
+  /// and its answer, in steps of any length: what `bytes` counts, and the second place of one layer whose rows move.
+  /// Pages are those of the layout's pool, 0 without one. Holds for prompts that are announced where a schedule chooses
+  /// after chunks; counts text in segments as if each token were one. A second turn may take more.
+  /// Errors   a turn that the recipe or the cache's sizes do not allow: tessera::error.
+  capacity bound(index_t prompt, index_t answer, index_t chunk = 0) const {
+    const turn_extent turn{prompt, answer, chunk == 0 ? prompt : chunk, backend_.max_step_tokens()};
+    turn.check();
+    const planned<Recipe> policies = conversations_.plan_first(recipe_, prompt);
+    return backend_.upper_bound(recipe_, policies, layer_peaks(recipe_, policies, backend_.roles(), shape_, turn));
+  }
+  /// What one more sequence can take now: one whose `bound` it covers runs to its end, if the others take no more
+  /// meanwhile. To admit several, subtract their bounds from what an empty cache has. What nothing limits is
+  /// capacity::unlimited: bytes on the CPU, or beside pages that run out first. {0, 0}: no more sequences may be open.
+  capacity available() const {
+    const index_t upper = backend_.max_sequences();
+    return upper > 0 && conversations_.next_id() >= upper ? capacity{} : backend_.available();
+  }
 
   /// Distinct bytes of stored K, V and scores, of candidates, index and sums, that the last decode step of a sequence
   /// touched, summed over layers. What a step writes is not counted. On a GPU it synchronises.
@@ -333,8 +354,7 @@ class basic_cache {
   }
 
   /// Of rows whose segments' strategies are searched: a report, and the thread that searches. `search_on` sets another
-  /// thread, before the first step; copies of a cache share it. Once it is stopped, caches keep the strategies that
-  /// they have.
+  /// one, before the first step; copies of a cache share it. Once it is stopped, caches keep their strategies.
   strategy_report strategies(index_t id) const requires searches {
     conversations_.sequence(id);
     return backend_.store().searches().report(id);

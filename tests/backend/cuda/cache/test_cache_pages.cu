@@ -1,4 +1,5 @@
 // The CUDA cache whose rows lie in pages.
+#include "cases/bound_case.hpp"
 #include "cases/calls_case.hpp"
 #include "cases/memory_case.hpp"
 #include "cases/serving_case.hpp"
@@ -27,6 +28,11 @@ TEST_CASE("snapkv in pages holds the CPU's conversations on the device", "[gpu][
 TEST_CASE("rocketkv in pages holds the CPU's conversations on the device", "[gpu][cache]") {
   if (gpu_missing()) return;
   hold_conversations<paged_rocketkv>(30);
+}
+TEST_CASE("sequences in pages take no more than their bound, in a pool of as many pages", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  stay_within_bound<paged_full>();
+  stay_within_bound<paged_rocketkv>();
 }
 TEST_CASE("a recorded step in pages follows its growing cache", "[gpu][cache]") {
   if (gpu_missing()) return;

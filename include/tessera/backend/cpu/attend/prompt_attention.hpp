@@ -9,6 +9,7 @@
 #include "../../../core/selection.hpp"
 #include "../../../core/sequence_layer.hpp"
 #include "../../../recipe.hpp"
+#include "../../../core/plan/layer_peak.hpp"
 #include "../choose/lines.hpp"
 #include "../kernel/scratch.hpp"
 #include "line_attention.hpp"
@@ -38,6 +39,7 @@ class prompt_attending {
   void join(sequence_layer, const Recipe&, host_vector<selection>&) const {}
   const prompt_lines& lines(sequence_layer) const { return none_; }
   offset_t bytes(sequence_layer) const { return 0; }
+  offset_t upper_bound(const Recipe&, const turn_extent&) const { return 0; }
 
  private:
   prompt_lines none_;
@@ -109,6 +111,13 @@ class prompt_attending<Recipe, true> {
       bytes += offset_t(columns.capacity() * sizeof(index_t));
     }
     return bytes;
+  }
+  /// The most that the columns of a layer take.
+  offset_t upper_bound([[maybe_unused]] const Recipe& recipe, [[maybe_unused]] const turn_extent& turn) const {
+    if constexpr (lasting_pattern<pattern_type>) {
+      if (recipe.prefill.adds_to_reading()) return offset_t(shape_.q_heads) * turn.prompt * offset_t(sizeof(index_t));
+    }
+    return 0;
   }
 
  private:

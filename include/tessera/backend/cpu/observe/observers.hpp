@@ -9,6 +9,7 @@
 #include "../../../core/prompt/query_statistics.hpp"
 #include "../../../core/sequence_layer.hpp"
 #include "../../../planned.hpp"
+#include "../../../core/plan/layer_peak.hpp"
 #include "../kernel/executor.hpp"
 #include "../kernel/scratch.hpp"
 #include "../score/query_sums.hpp"
@@ -41,6 +42,7 @@ struct choice_inputs {
 ///   abandon(b, owner, store)       undoes `observe_step`; needs no memory
 ///   complete(problem, ...)         adds the observations to the problem of a choice
 ///   bytes(owner)                   allocated bytes of a layer of a sequence
+///   upper_bound(policies, turn)    the most that these can be
 template <class Recipe>
 class no_observer {
  public:
@@ -69,6 +71,7 @@ class no_observer {
     problem.first_position = &inputs.first_position;
   }
   offset_t bytes(sequence_layer) const { return 0; }
+  offset_t upper_bound(const planned<Recipe>&, const turn_extent&) const { return 0; }
 };
 
 /// The observer of a recipe, by the kind of its scorer; each kind specialises this.
@@ -117,6 +120,10 @@ class window_observer : public no_observer<Recipe> {
   }
 
   offset_t bytes(sequence_layer owner) const { return offset_t(windows_[owner].capacity() * sizeof(float)); }
+  offset_t upper_bound(const planned<Recipe>& policies, const turn_extent& turn) const {
+    const index_t of_step = Recipe::retain_type::follows ? turn.step : 0;
+    return (offset_t(policies.first.scorer.window) + of_step) * q_heads_ * k_dim * offset_t(sizeof(float));
+  }
 
  protected:
   /// Adds the newest `added` rows of q behind the newest `kept` stored ones; drops the others.
@@ -295,6 +302,9 @@ class statistics_observer : public no_observer<Recipe> {
     problem.rope_frequencies = shape_.rope_frequencies.data();
   }
   offset_t bytes(sequence_layer owner) const { return sums_[owner].bytes(); }
+  offset_t upper_bound(const planned<Recipe>&, const turn_extent&) const {
+    return query_sums<k_dim>::bytes_of(shape_.q_heads);
+  }
 
  private:
   model_shape shape_;

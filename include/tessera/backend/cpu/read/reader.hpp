@@ -1,8 +1,10 @@
 // Readers: the index of a second stage, and the choice of what a step reads.
 #pragma once
 
+#include <concepts>
 #include <cstddef>
 
+#include "../../../core/plan/layer_extent.hpp"
 #include "../../../core/types.hpp"
 #include "../../../core/views.hpp"
 #include "../../../planned.hpp"
@@ -32,6 +34,7 @@ class exact_reader;
 ///   complete(entry, view, tokens, group, out)   corrects the output of the step; few readers do
 ///   list_bytes(entry, n, count), side_bytes()   bytes that a step reads of candidates, and of sums, of one head
 ///   bytes(entry)                             allocated bytes
+///   upper_bound(policies, readable)          the most that these can be where heads have so many tokens to read
 template <class Recipe>
 struct reader_of {
   using type = exact_reader<Recipe>;
@@ -53,10 +56,11 @@ struct reader_without_index {
   offset_t list_bytes(std::size_t, index_t n, index_t) const { return n * offset_t(sizeof(index_t)); }
   offset_t side_bytes() const { return 0; }
   offset_t bytes(std::size_t) const { return 0; }
+  offset_t upper_bound(const planned<Recipe>&, const kept_bound&) const { return 0; }
 };
 
 /// True; asserts the calls that need no view, and says which one a reader lacks.
-template <class R>
+template <class R, class Policies>
 consteval bool check_reader() {
   static_assert(
       requires(R & r, std::size_t entry) { r.open(entry), r.clear(entry), r.forget(entry); },
@@ -69,6 +73,11 @@ consteval bool check_reader() {
         r.list_bytes(entry, n, n) + r.side_bytes() + r.bytes(entry);
       },
       "tessera: a reader needs list_bytes(entry, n, count), side_bytes() and bytes(entry)");
+  static_assert(
+      requires(const R& r, const Policies& policies, const kept_bound& readable) {
+        { r.upper_bound(policies, readable) } -> std::convertible_to<offset_t>;
+      },
+      "tessera: a reader needs offset_t upper_bound(policies, readable), the most that bytes(entry) can be");
   return true;
 }
 

@@ -5,6 +5,7 @@
 
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/sequence_layer.hpp"
+#include "../../../core/plan/layer_peak.hpp"
 #include "../store/kv_store.hpp"
 #include "candidates.hpp"
 #include "exact/exact_reader.hpp"
@@ -35,7 +36,7 @@ class reading {
   using store_type = kv_store<typename Recipe::layout_type>;
   static constexpr bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
   using reader_type = typename reader_of<Recipe>::type;
-  static_assert(check_reader<reader_type>());
+  static_assert(check_reader<reader_type, planned<Recipe>>());
 
  public:
   /// A filter's candidates for a layer of one sequence: one set or, where query heads of a group choose apart, one for
@@ -188,6 +189,16 @@ class reading {
     offset_t bytes = reader_.bytes(order_.index(owner));
     if constexpr (filters) {
       for (const candidates& list : candidates_[owner]) bytes += list.bytes();
+    }
+    return bytes;
+  }
+  /// The most that a layer takes.
+  offset_t upper_bound(const planned<Recipe>& policies, const layer_peak& peak) const {
+    if (!peak.follows_recipe) return reader_.upper_bound(policies, {});  // an index without tokens
+    offset_t bytes = reader_.upper_bound(policies, peak.readable);
+    if constexpr (filters) {
+      const index_t members = reading_members(policies.first, shape_.q_heads / shape_.kv_heads);
+      bytes += members * rows_with_room(peak.readable.by_head) * offset_t(sizeof(index_t));
     }
     return bytes;
   }

@@ -57,6 +57,9 @@ class query_sums {
   }
 
   query_statistics view() const { return {counts_.data(), sums_.data(), products_.data()}; }
+  static offset_t bytes_of(index_t heads) {
+    return heads * offset_t(sizeof(offset_t) + (std::size_t(D) + std::size_t(D) * D) * sizeof(double));
+  }
   offset_t bytes() const {
     return offset_t(counts_.capacity() * sizeof(offset_t) + (sums_.capacity() + products_.capacity()) * sizeof(double));
   }

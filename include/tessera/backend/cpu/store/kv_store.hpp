@@ -28,6 +28,17 @@ inline bool choose_newest_slots(const host_vector<index_t>& lengths, index_t win
   return true;
 }
 
+/// Bytes of the columns of a sequence with these peaks. A layer whose columns grow counts twice.
+inline offset_t column_bytes(const column_set& with, const host_vector<layer_peak>& peaks) {
+  offset_t rows = 0, largest = 0;
+  for (const layer_peak& peak : peaks) {
+    const offset_t of_layer = rows_with_room(peak.stored.by_head);
+    rows += of_layer;
+    largest = (std::max)(largest, of_layer);
+  }
+  return (rows + largest) * with.token_bytes();
+}
+
 /// Tokens of every (layer, sequence): heads of uneven length, slots in position order. The layout defines the encoding
 /// and the placement of rows. Positions, and numbers that a recipe needs, are columns beside them. Rows stay as they
 /// are appended. A layout whose rows change later has a store of its own (packed/packed_store.hpp), and only there
@@ -163,6 +174,13 @@ class kv_store {
   offset_t bytes(sequence_layer owner) const {
     return rows_.bytes(order_.index(owner)) + stored_[owner].beside.bytes();
   }
+  /// The most that a new sequence with these peaks takes, and what no sequence has or has reserved.
+  capacity upper_bound(const host_vector<layer_peak>& peaks) const {
+    capacity bound = rows_.upper_bound(peaks);
+    bound.bytes += column_bytes(with_, peaks);
+    return bound;
+  }
+  capacity available() const { return rows_.available(); }
 
  private:
   struct stored_tokens {

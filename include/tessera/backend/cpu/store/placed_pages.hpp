@@ -64,6 +64,12 @@ class placed_rows<Layout, fixed_pages<Page>> {
   offset_t bytes(std::size_t entry) const {
     return entry < tables_.size() ? offset_t(tables_[entry].size()) * page_rows() * Layout::token_bytes() : 0;
   }
+  capacity upper_bound(const host_vector<layer_peak>& peaks) const {
+    offset_t pages = 0;
+    for (const layer_peak& peak : peaks) pages += fixed_pages<Page>::pages_for(peak.stored.longest);
+    return {pages * page_rows() * Layout::token_bytes(), pages};
+  }
+  capacity available() const { return {capacity::unlimited, capacity::unlimited}; }
 
  private:
   offset_t page_rows() const { return offset_t(Page) * heads_; }

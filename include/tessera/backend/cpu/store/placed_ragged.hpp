@@ -104,6 +104,13 @@ class placed_rows<Layout, ragged_pages> {
     }
     return blocks * page_ * Layout::token_bytes();
   }
+  capacity upper_bound(const host_vector<layer_peak>& peaks) const {
+    const offset_t pages = upper_bound_pages(groups_, page_, peaks);
+    return {pages * page_bytes(), pages};
+  }
+  capacity available() const {
+    return {capacity::unlimited, pool_.capacity() == 0 ? capacity::unlimited : pool_.capacity() - pool_.claimed()};
+  }
 
   const head_groups& groups() const { return groups_; }
   index_t page() const { return page_; }
@@ -119,6 +126,7 @@ class placed_rows<Layout, ragged_pages> {
     host_vector<index_t> blocks;
   };
 
+  offset_t page_bytes() const { return offset_t(page_) * groups_.heads * Layout::token_bytes(); }
   index_t id_of(std::size_t entry) const { return index_t(entry / std::size_t(groups_.layers)); }
   index_t head_of(std::size_t entry, index_t head) const {
     return index_t(entry % std::size_t(groups_.layers)) * groups_.kv_heads + head;

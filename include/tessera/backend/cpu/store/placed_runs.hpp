@@ -3,14 +3,23 @@
 
 #include <algorithm>
 
+#include "../../../core/plan/capacity.hpp"
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/stored/room.hpp"
 #include "../../../layout/runs.hpp"
+#include "../../../core/plan/layer_peak.hpp"
 #include "columns.hpp"
 #include "pack.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
+
+/// Rows of runs, or of columns, for heads of these lengths.
+inline offset_t rows_with_room(const host_vector<index_t>& lengths) {
+  offset_t rows = 0;
+  for (const index_t length : lengths) rows += offset_t(length) + spare_room(length);
+  return rows;
+}
 
 /// The rows of a cache; specialised by placement. An entry is the number of a (layer, sequence). The caller has the
 /// lengths.
@@ -22,6 +31,8 @@ namespace cpu {
 ///   expect(id, tokens)                       reserves memory for `tokens` more in every head of a sequence, 0: none;
 ///                                            throws where a pool has no more
 ///   bytes(entry)
+///   upper_bound(peaks)                       the most that the rows of a sequence with these peaks take, by layer
+///   available()                              what no sequence has or has reserved; without a bound: unlimited
 template <class Layout, class Placement = typename Layout::placement_type>
 class placed_rows {
   static_assert(sizeof(Placement) == 0,
@@ -86,6 +97,17 @@ class placed_rows<Layout, runs> {
     return offset_t((here.k.capacity() + here.v.capacity()) * sizeof(stored) +
                     (here.k_scales.capacity() + here.v_scales.capacity()) * sizeof(float));
   }
+  /// A layer that grows has its old run and its new one for a while: the longest layer counts twice.
+  capacity upper_bound(const host_vector<layer_peak>& peaks) const {
+    offset_t rows = 0, largest = 0;
+    for (const layer_peak& peak : peaks) {
+      const offset_t of_layer = rows_with_room(peak.stored.by_head);
+      rows += of_layer;
+      largest = (std::max)(largest, of_layer);
+    }
+    return {(rows + largest) * Layout::token_bytes(), 0};
+  }
+  capacity available() const { return {capacity::unlimited, 0}; }
 
  private:
   using stored = typename encoding_type::stored_type;

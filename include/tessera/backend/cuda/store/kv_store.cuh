@@ -4,12 +4,12 @@
 #include <algorithm>
 #include <numeric>
 #include <optional>
-#include <string>
 #include <utility>
 
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/sequence_layer.hpp"
 #include "../../../runtime/layer_roles.hpp"
+#include "../cache_options.hpp"
 #include "append.cuh"
 #include "detail/placed_pages.cuh"
 #include "detail/placed_ragged.cuh"
@@ -100,9 +100,7 @@ class kv_store {
   slot_column<const index_t> segments(const view_type& view) const { return {segments(), 0, 0, view.position_begin}; }
 
   void require_fits(sequence_layer owner, index_t tokens) const {
-    const offset_t wanted = offset_t(bound(owner).longest) + tokens;
-    require(wanted <= tokens_, "tokens of a kv_head", wanted,
-            "at most cache_options::tokens, which is " + std::to_string(tokens_), "raise tokens, or lower the budget");
+    require_tokens_of_head(offset_t(bound(owner).longest) + tokens, tokens_);
   }
 
   /// As run_pool's.
@@ -343,6 +341,12 @@ class kv_store {
   offset_t bytes(sequence_layer owner) const {
     return rows_.bytes(order_.index(owner)) + columns_.rows(order_.index(owner)) * columns_.row_bytes();
   }
+  /// The most that a new sequence with these peaks takes; the rows that there are. Columns always have enough memory.
+  capacity upper_bound(const host_vector<layer_peak>& peaks) const {
+    const capacity rows = rows_.upper_bound(peaks);
+    return {rows.bytes + columns_.upper_bound_rows(peaks, tokens_) * columns_.row_bytes(), rows.pages};
+  }
+  capacity available() const { return rows_.available(); }
   offset_t peak_bytes() const { return rows_.peak_bytes() + columns_.peak_rows() * columns_.row_bytes(); }
 
  private:

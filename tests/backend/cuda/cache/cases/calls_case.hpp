@@ -67,6 +67,10 @@ class device_calls final : public support::called_cache {
   }
   offset_t bytes(index_t id) const override { return held_.bytes(id); }
   offset_t bytes_read(index_t id) const override { return held_.bytes_read(id); }
+  tessera::capacity bound(index_t prompt, index_t answer, index_t chunk) const override {
+    return held_.bound(prompt, answer, chunk);
+  }
+  tessera::capacity available() const override { return held_.available(); }
 
  private:
   template <class To, class From>

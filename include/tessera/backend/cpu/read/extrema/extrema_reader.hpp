@@ -117,6 +117,12 @@ class extrema_reader {
   offset_t bytes(std::size_t index) const {
     return entries_[index].pages.bytes() + offset_t(entries_[index].sums.capacity() * sizeof(double));
   }
+  offset_t upper_bound(const planned<Recipe>& policies, const kept_bound& readable) const {
+    offset_t bytes = averages ? heads_ * offset_t(v_dim) * offset_t(sizeof(double)) : 0;
+    for (const index_t tokens : readable.by_head)
+      bytes += page_index<T, k_dim>::upper_bound(policies.read.scorer.page, tokens);
+    return bytes;
+  }
 
  private:
   struct entry {

@@ -73,8 +73,16 @@ class page_index {
 
   /// Bytes allocated for pages.
   offset_t bytes() const { return offset_t(data_.capacity() * sizeof(T)); }
+  /// The most that one head with so many tokens takes in pages of `page` slots.
+  static offset_t upper_bound(index_t page, index_t tokens) {
+    return page_row_elements(page, D, capacity_for(ceil_div(tokens, page), true)) * offset_t(sizeof(T));
+  }
 
  private:
+  /// Pages to allocate for `pages`; an index that grows while decoding gets more.
+  static index_t capacity_for(index_t pages, bool grows) {
+    return ceil_div(pages + (grows ? pages / 64 : 0) + 1, capacity_step) * capacity_step;
+  }
   page_extrema_view<T, D> target() { return {data_.data(), page_, 0, begins_.data(), capacities_.data()}; }
 
   template <class View>
@@ -84,9 +92,8 @@ class page_index {
     offset_t total = 0;
     for (index_t h = 0; h < view.kv_heads; ++h) {
       const index_t pages = ceil_div(view.length(0, h), page_);
-      const index_t wanted = filled_[std::size_t(h)] == 0 ? pages : pages + pages / 64;  // grows while decoding
       grown.begins_[std::size_t(h)] = total;
-      grown.capacities_[std::size_t(h)] = ceil_div(wanted + 1, capacity_step) * capacity_step;
+      grown.capacities_[std::size_t(h)] = capacity_for(pages, filled_[std::size_t(h)] > 0);
       total += page_row_elements(page_, D, grown.capacities_[std::size_t(h)]);
     }
     grown.data_.assign(std::size_t(total), T(0.0f));

@@ -108,6 +108,11 @@ class segment_reader {
       total += offset_t(keys.runs.capacity() * sizeof(run) + keys.sums.capacity() * sizeof(float));
     return total;
   }
+  /// As if each token were a segment; vectors that grow double.
+  offset_t upper_bound(const planned<Recipe>&, const kept_bound& readable) const {
+    const offset_t sum = k_dim * offset_t(sizeof(float));
+    return 2 * readable.total * (offset_t(sizeof(run)) + sum) + 2 * offset_t(heads_) * sum;
+  }
 
  private:
   /// Consecutive slots of one segment, to the next run's first or the end.

@@ -33,6 +33,8 @@ inline offset_t row_bytes(const plane_bytes& planes) {
 ///   shrink(lengths)                 releases memory that these do not need, if it is worth it and there is memory for
 ///                                   the smaller copy
 ///   bytes()                         allocated bytes
+///   max_rows(longest, total, segments, kv_heads)   rows that so many segments allocate at most for heads of at most
+///                                   `longest` rows, `total` together
 template <class Placement>
 class packed_memory {
   static_assert(
@@ -73,6 +75,9 @@ class packed_memory<runs> {
     }
   }
   offset_t bytes() const { return offset_t(data_.capacity()); }
+  static offset_t max_rows(offset_t, offset_t total, offset_t segments, offset_t kv_heads) {
+    return total + total / 64 + segments * kv_heads * spare_room(0);
+  }
 
  private:
   void move(const host_vector<index_t>& lengths, const host_vector<index_t>& rows) {
@@ -123,6 +128,9 @@ class packed_memory<fixed_pages<Page>> {
   }
   void shrink(const host_vector<index_t>& lengths) { pages_.resize((std::min)(pages_.size(), pages_of(lengths))); }
   offset_t bytes() const { return offset_t(pages_.size()) * Page * heads_ * row_bytes(planes_); }
+  static offset_t max_rows(offset_t longest, offset_t, offset_t segments, offset_t kv_heads) {
+    return (longest + segments * Page) * kv_heads;
+  }
 
  private:
   static std::size_t pages_of(const host_vector<index_t>& rows) {

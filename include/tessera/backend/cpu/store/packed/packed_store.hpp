@@ -36,7 +36,7 @@ class kv_store<Layout> {
       : order_{layers},
         heads_(kv_heads),
         with_(with),
-        rows_(layout.rows),
+        layout_(layout),
         whole_(where, layers, kv_heads),
         searches_(layers, kv_heads, with.mean_block, layout.rows),
         stored_(layers) {}
@@ -199,7 +199,7 @@ class kv_store<Layout> {
       return;
     }
     const auto whole = whole_.view(order_.index(owner), stored.whole);
-    const row_packer<Layout> packer(rows_, with_.mean_block, whole, owner.layer, workers);
+    const row_packer<Layout> packer(layout_.rows, with_.mean_block, whole, owner.layer, workers);
     packing made;
     made.prompt_ended = prompt_ends;
     made.in_own_basis =
@@ -207,7 +207,7 @@ class kv_store<Layout> {
     for (const auto& list : due) made.counts.push_back(index_t(list.size()));
     if (made.in_own_basis) {
       const query_squares queries = stored.window_queries.means(heads_, Layout::k_dim);
-      const index_t share = prompt_ends ? rows_.segment : longest;
+      const index_t share = prompt_ends ? layout_.rows.segment : longest;
       for (index_t first = 0; first < longest; first += share) {
         row_lists part;
         for (const auto& list : due) {
@@ -243,7 +243,7 @@ class kv_store<Layout> {
     if (made.prompt_ended) stored.window_queries = {}, stored.prompt_tokens = 0;
     if (made.segments.empty()) return stored.pending.reset();
     if (made.joins) {
-      join(*stored.segments.back(), *made.segments.front());
+      stored.segments.back()->join(*made.segments.front());
     } else {
       for (segment_pointer& segment : made.segments) stored.segments.push_back(std::move(segment));
     }
@@ -297,6 +297,12 @@ class kv_store<Layout> {
     }
     return total;
   }
+  capacity upper_bound(const host_vector<layer_peak>& peaks) const {
+    capacity bound = whole_.upper_bound(whole_peaks(layout_, peaks));
+    bound.bytes += column_bytes(with_, peaks) + max_segment_bytes(layout_, with_.mean_block, heads_, peaks);
+    return bound;
+  }
+  capacity available() const { return whole_.available(); }
 
  private:
   /// A plan: segments, and the rows that they replace.
@@ -336,6 +342,7 @@ class kv_store<Layout> {
   /// Rows that are due, by kv_head: the oldest whole ones of those that stay.
   row_lists due_rows(const stored_tokens& stored, const selection* retained, bool prompt_ends) const {
     row_lists due(std::size_t(heads_), host_vector<index_t>{});
+    const auto& tail = layout_.rows.tail;
     for (index_t h = 0; h < heads_; ++h) {
       host_vector<index_t>& list = due[std::size_t(h)];
       const index_t packed = stored.packed[std::size_t(h)];
@@ -348,7 +355,7 @@ class kv_store<Layout> {
       }
       const index_t whole = index_t(list.size());
       list.resize(
-          std::size_t(prompt_ends ? rows_.tail.packed_after_prompt(whole) : rows_.tail.packed_after_step(whole)));
+          std::size_t(prompt_ends ? tail.packed_after_prompt(whole) : tail.packed_after_step(whole)));
     }
     return due;
   }
@@ -365,16 +372,6 @@ class kv_store<Layout> {
     if (segment.use_count() > 1) segment = std::make_shared<segment_type>(*segment);
   }
 
-  void join(segment_type& last, const segment_type& added) const {
-    for (index_t h = 0; h < heads_; ++h) {
-      index_t& length = last.lengths[std::size_t(h)];
-      for (index_t block = 0; block < added.blocks(h); ++block) last.copy_mean(added, h, block, last.blocks(h) + block);
-      for (index_t row = 0; row < added.lengths[std::size_t(h)]; ++row) last.copy_row(added, h, row, length + row);
-      length += added.lengths[std::size_t(h)];
-      last.losses[std::size_t(h)] += added.losses[std::size_t(h)];
-    }
-  }
-
   /// Keeps these slots of a head of one segment, whose first row is slot `begin`.
   void keep_of_segment(segment_type& segment, index_t head, const index_t* slots, index_t count, index_t begin) const {
     if (count == segment.lengths[std::size_t(head)]) return;
@@ -384,13 +381,13 @@ class kv_store<Layout> {
     segment.losses[std::size_t(head)] *= double(count) / segment.lengths[std::size_t(head)];
     segment.lengths[std::size_t(head)] = count;
     if (segment.format.block > 0)
-      row_packer<Layout>::recompute_means(rows_, segment, head, first / segment.format.block);
+      row_packer<Layout>::recompute_means(layout_.rows, segment, head, first / segment.format.block);
   }
 
   sequence_major order_;
   index_t heads_;
   column_set with_;
-  rows_type rows_;
+  Layout layout_;
   whole_rows whole_;
   segment_searches<Layout> searches_;
   sequence_table<stored_tokens> stored_;

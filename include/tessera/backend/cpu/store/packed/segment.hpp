@@ -1,10 +1,12 @@
 // A segment on the CPU: packed rows of all kv_heads in one basis, and the means of their blocks.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 
 #include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/stored/packed_row.hpp"
+#include "../../../../layout/packed_rows.hpp"
 #include "../../kernel/tile.hpp"
 #include "packed_memory.hpp"
 
@@ -122,6 +124,17 @@ struct packed_segment {
     }
   }
 
+  /// Adds the rows of another segment of this format and basis, for which there is memory. Blocks must be full.
+  void join(const packed_segment& added) {
+    for (index_t h = 0; h < index_t(lengths.size()); ++h) {
+      index_t& length = lengths[std::size_t(h)];
+      for (index_t block = 0; block < added.blocks(h); ++block) copy_mean(added, h, block, blocks(h) + block);
+      for (index_t row = 0; row < added.lengths[std::size_t(h)]; ++row) copy_row(added, h, row, length + row);
+      length += added.lengths[std::size_t(h)];
+      losses[std::size_t(h)] += added.losses[std::size_t(h)];
+    }
+  }
+
   /// Releases memory that is not needed, if there is memory for the smaller copy.
   void shrink() {
     rows.shrink(lengths);
@@ -155,6 +168,36 @@ struct packed_segment {
                scale(from, of, values, head, row), to);
   }
 };
+
+/// The most that the segments of a new sequence take, with their bases and what is remembered to make them.
+template <packing_layout Layout>
+offset_t max_segment_bytes(const Layout& layout, index_t block, offset_t kv_heads,
+                           const host_vector<layer_peak>& peaks) {
+  using memory = packed_memory<typename Layout::placement_type>;
+  constexpr offset_t number = sizeof(float), dims = Layout::k_dim + Layout::v_dim;
+  const auto widest = widest_rows(layout);
+  const segment_format made{widest.key_format(), widest.value_format(), block};
+  const index_t least = searches_strategies(layout) ? (std::min)(block, strategy_blocks.back()) : block;
+  const offset_t rotation = Layout::rows_type::basis_type::rotates ? number : 0;
+  const offset_t basis =
+      rotation * (offset_t(made.k.channels) * Layout::k_dim + offset_t(made.v.channels) * Layout::v_dim) +
+      made.k.set_bytes() + made.v.set_bytes();
+  offset_t bytes = 0;
+  for (const layer_peak& peak : peaks) {
+    if (!peak.follows_recipe) continue;
+    const packed_peak packed = packed_peak_of(layout, peak.turn);
+    const offset_t longest = peak.stored.longest;
+    // Where rows are dropped, what a step packs may have to stand behind the last segment, in its basis.
+    const offset_t segments = packed.segments + peak.turn.answer / layout.rows.tail.tail;
+    bytes += memory::max_rows(longest, peak.stored.total, segments, kv_heads) * row_bytes(made.planes());
+    if (block > 0) {
+      const offset_t blocks = longest / least + segments;
+      bytes += memory::max_rows(blocks, blocks * kv_heads, segments, kv_heads) * row_bytes(made.mean_planes());
+    }
+    bytes += kv_heads * (packed.segments * basis + number * (packed.originals * dims + Layout::window * Layout::k_dim));
+  }
+  return bytes;
+}
 
 }  // namespace cpu
 TESSERA_NAMESPACE_END

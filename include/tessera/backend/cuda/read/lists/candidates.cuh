@@ -180,6 +180,7 @@ class no_candidates {
   void clear(index_t, cudaStream_t) {}
   void end_lists(sequence_layer, cudaStream_t) {}
   offset_t bytes(sequence_layer) const { return 0; }
+  offset_t upper_bound(const kept_bound&) const { return 0; }
   template <class Store>
   host_vector<host_vector<index_t>> downloaded_lists(sequence_layer owner, const Store& store) const {
     return store.downloaded_positions(owner);
@@ -348,6 +349,11 @@ class candidates {
     offset_t rows = 0;
     for (index_t m = 0; m < members_; ++m) rows += pool_.rows(run_of(owner, m));
     return rows * pool_.row_bytes();
+  }
+  /// The most that the lists of a layer take.
+  offset_t upper_bound(const kept_bound& listed) const {
+    const offset_t total = even_ ? offset_t(heads_) * listed.longest : listed.total;
+    return members_ * pool_.upper_bound_rows(listed.longest, total, tokens_) * pool_.row_bytes();
   }
 
   /// Positions by row, row = kv_head * members + member of the group. Such a store drops nothing, so slots are

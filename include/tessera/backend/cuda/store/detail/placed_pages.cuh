@@ -127,6 +127,12 @@ class placed_rows<Layout, fixed_pages<Page>> {
   offset_t bytes(std::size_t entry) const {
     return offset_t(entry_pages_[entry].size()) * page_rows() * Layout::token_bytes();
   }
+  capacity upper_bound(const host_vector<layer_peak>& peaks) const {
+    offset_t pages = 0;
+    for (const layer_peak& peak : peaks) pages += fixed_pages<Page>::pages_for(peak.stored.longest);
+    return {pages * page_rows() * Layout::token_bytes(), pages};
+  }
+  capacity available() const { return {capacity::unlimited, offset_t(free_.size())}; }
   offset_t peak_bytes() const { return peak_used_ * page_rows() * Layout::token_bytes(); }
 
  private:

@@ -265,6 +265,11 @@ class placed_rows<Layout, ragged_pages> {
     }
     return blocks * page_ * Layout::token_bytes();
   }
+  capacity upper_bound(const host_vector<layer_peak>& peaks) const {
+    const offset_t pages = upper_bound_pages(groups_, page_, peaks);
+    return {pages * page_rows() * Layout::token_bytes(), pages};
+  }
+  capacity available() const { return {capacity::unlimited, offset_t(pages_) - pool_.claimed()}; }
   offset_t peak_bytes() const { return peak_used_ * page_rows() * Layout::token_bytes(); }
 
  private:

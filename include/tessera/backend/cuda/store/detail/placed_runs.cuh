@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "../../../../core/plan/capacity.hpp"
 #include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/plan/layer_extent.hpp"
 #include "../../../../core/sequence_layer.hpp"
@@ -76,6 +77,7 @@ struct block_pool {
 ///   plan_copy(to, held), commit_copy(from, to, lengths, held, stream)   an empty entry gets what another one stores,
 ///                                       which has these bounds and lengths
 ///   grew(entry, tokens), clear(entry), bytes(entry)
+///   upper_bound(peaks), available()     the most that a new sequence takes; what is neither owned nor promised
 /// `held` is a stored_tokens: bounds of all heads, and of each.
 template <class Layout, class Placement = typename Layout::placement_type>
 class placed_rows {
@@ -171,6 +173,14 @@ class placed_rows<Layout, runs> {
 
   void clear(std::size_t entry) { pool_.clear(entry); }
   offset_t bytes(std::size_t entry) const { return pool_.rows(entry) * Layout::token_bytes(); }
+  capacity upper_bound(const host_vector<layer_peak>& peaks) const {
+    return {pool_.upper_bound_rows(peaks, tokens_) * Layout::token_bytes(), 0};
+  }
+  /// Where the pool has enough rows for every entry, they never run out.
+  capacity available() const {
+    const bool enough = pool_.all_rows() >= rows_for(runs{}, pool_.entries(), heads_, tokens_);
+    return {enough ? capacity::unlimited : pool_.available_rows() * Layout::token_bytes(), 0};
+  }
   offset_t peak_bytes() const { return pool_.peak_rows() * Layout::token_bytes(); }
 
  private:

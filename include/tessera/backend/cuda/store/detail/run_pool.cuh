@@ -11,6 +11,7 @@
 #include "../../../../core/selection.hpp"
 #include "../../../../core/stored/room.hpp"
 #include "../../../../core/views.hpp"
+#include "../../../../core/plan/layer_peak.hpp"
 #include "../../device/memory.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -121,6 +122,26 @@ class run_pool {
     return total;
   }
   offset_t peak_rows() const { return peak_used_; }
+  index_t entries() const { return index_t(runs_.size()); }
+  /// Rows of the pool, and those of them that are free.
+  offset_t all_rows() const { return rows_; }
+  offset_t available_rows() const { return rows_ - used_; }
+  /// Rows that the run of an entry takes at most whose heads hold at most `longest` tokens, `total` together.
+  offset_t upper_bound_rows(index_t longest, offset_t total, index_t capacity) const {
+    const offset_t least = offset_t(heads_) * least_held_;
+    return (std::min)(offset_t(heads_) * capacity,
+                      (std::max)(least, total + offset_t(heads_) * spare_room(longest)));
+  }
+  /// The same of all runs of a sequence with these peaks, and of the place to which one of them moves.
+  offset_t upper_bound_rows(const host_vector<layer_peak>& peaks, index_t capacity) const {
+    offset_t rows = 0, largest = 0;
+    for (const layer_peak& peak : peaks) {
+      const offset_t of_layer = upper_bound_rows(peak.stored.longest, peak.stored.total, capacity);
+      rows += of_layer;
+      largest = (std::max)(largest, of_layer);
+    }
+    return rows + largest;
+  }
 
   // --- another size
   // ---------------------------------------------------------------------------------------------------

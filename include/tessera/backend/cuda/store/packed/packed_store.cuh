@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <numeric>
-#include <string>
 #include <utility>
 
 #include "../../../../core/host/host_vector.hpp"
@@ -41,7 +40,7 @@ class kv_store<Layout> {
 
   kv_store(index_t layers, index_t sequences, index_t kv_heads, index_t tokens, offset_t rows, const column_set& with,
            const typename Layout::placement_type& where, const Layout& layout, const layer_roles* roles)
-      : rows_((require_packable(layout, with.mean_block), layout.rows)),
+      : layout_((require_packable(layout, with.mean_block), layout)),
         heads_(kv_heads),
         tokens_(tokens),
         with_(with),
@@ -51,8 +50,8 @@ class kv_store<Layout> {
                 max_segments(layout, tokens)),
         searches_(layout.rows, packed_.formats(), packing_.count, sequences, kv_heads, packed_.max_segments()),
         maker_(layout, packed_.formats(), with.mean_block, packing_.count, sequences, kv_heads, tokens),
-        newest_(kv_heads, rows_.tail.tail) {
-    whole_.hold_at_least(rows_.tail.tail + spare_room(rows_.tail.tail));  // a tail fills without moving
+        newest_(kv_heads, layout_.rows.tail.tail) {
+    whole_.hold_at_least(layout_.rows.tail.tail + spare_room(layout_.rows.tail.tail));  // a tail fills without moving
   }
 
   kv_store(const kv_store&) = default;
@@ -84,7 +83,7 @@ class kv_store<Layout> {
   view_type batch_view(index_t layer, index_t batch) const {
     view_type made;
     made.whole = whole_.batch_view(layer, batch);
-    if (packs(layer)) packed_.show_batch(made, packing(layer));
+    if (packs(layer)) packed_.show_batch(made, packing_.number[std::size_t(layer)]);
     return made;
   }
   host_vector<detail::gathered_column> gathered() const {
@@ -94,9 +93,7 @@ class kv_store<Layout> {
   }
 
   void require_fits(sequence_layer owner, index_t tokens) const {
-    const offset_t wanted = offset_t(bound(owner).longest) + tokens;
-    require(wanted <= tokens_, "tokens of a kv_head", wanted,
-            "at most cache_options::tokens, which is " + std::to_string(tokens_), "raise tokens, or lower the budget");
+    require_tokens_of_head(offset_t(bound(owner).longest) + tokens, tokens_);
   }
   void plan_room(const sequence_layers& owners, index_t tokens, cudaStream_t stream) {
     for (const sequence_layer owner : owners) require_fits(owner, tokens);
@@ -128,7 +125,7 @@ class kv_store<Layout> {
 
   /// The operations that move whole rows: those that sliding layers keep, and those that stay when a prompt is packed.
   movers fit(index_t batch, index_t kept, const device_info& device) const {
-    return whole_.fit(batch, (std::max)(kept, rows_.tail.tail), device);
+    return whole_.fit(batch, (std::max)(kept, layout_.rows.tail.tail), device);
   }
   void adopt(movers&& fitted) { whole_.adopt(std::move(fitted)); }
   void plan_keep(const sequence_layers& owners, const host_vector<kept_bound>& kept, cudaStream_t stream) {
@@ -139,8 +136,7 @@ class kv_store<Layout> {
     whole_.keep(owner, kept, stream);
   }
 
-  /// Plans to pack what is due of these entries, when a turn's prompt of `prompt` tokens ends, or, with 0, between
-  /// steps.
+  /// Plans to pack what is due when a turn's prompt of `prompt` tokens ends, or, with 0, between steps.
   /// Errors   rows that have no basis, no memory: nothing has changed.
   void plan_packing(const sequence_layers& owners, index_t prompt, cudaStream_t stream) {
     pending_ = {};
@@ -152,13 +148,11 @@ class kv_store<Layout> {
       const index_t due = this->due(owner, prompt);
       if (due == 0) continue;
       const index_t whole = whole_.bound(owner).longest;
-      const std::size_t held = packed_.segments(packed_owner(owner)).size();
+      const auto& held = packed_.segments(packed_owner(owner));
       const bool begins = begins_segments(owner, prompt);
-      const index_t share = begins && prompt > 0 ? rows_.segment : due;
-      const bool joins = !begins && searches_.joins(packed_owner(owner), packed_.segments(packed_owner(owner)));
-      require(joins || index_t(held) + ceil_div(due, share) <= packed_.max_segments(), "segments of a sequence",
-              index_t(held) + ceil_div(due, share), "at most " + std::to_string(packed_.max_segments()),
-              "raise cache_options::tokens");
+      const index_t share = begins && prompt > 0 ? layout_.rows.segment : due;
+      if (begins || !searches_.joins(packed_owner(owner), held))
+        packed_.require_segments(index_t(held.size()) + ceil_div(due, share));
       made.owners.push_back(owner);
       made.left.push_back({{whole - due, offset_t(heads_) * (whole - due)}, {}});
       made.due.push_back(due), made.shares.push_back(begins ? share : 0);
@@ -223,10 +217,10 @@ class kv_store<Layout> {
     const index_t due = this->due(owner, prompt);
     const std::size_t held = due > 0 ? packed_.segments(packed_owner(owner)).size() : 0;
     if (due == 0 || !begins_segments(owner, prompt) ||
-        index_t(held) + ceil_div(due, rows_.segment) > packed_.max_segments())
+        index_t(held) + ceil_div(due, layout_.rows.segment) > packed_.max_segments())
       return;
     packing_plan plan;
-    add_spans(plan.new_spans, owner, due, rows_.segment);
+    add_spans(plan.new_spans, owner, due, layout_.rows.segment);
     layer_beside made{owner, due, {}};
     made.segments.reserve(plan.new_spans.size());
     packed_.make_room(packed_owner(owner), plan.new_spans.size());
@@ -276,7 +270,7 @@ class kv_store<Layout> {
     for (const index_t id : ids) {
       bool due = prompt;
       for (index_t layer = 0; layer < index_t(packing_.number.size()); ++layer)
-        due = due || (packs(layer) && rows_.tail.packed_after_step(whole_.bound({layer, id}).longest) > 0);
+        due = due || (packs(layer) && layout_.rows.tail.packed_after_step(whole_.bound({layer, id}).longest) > 0);
       searches_.settle(id, packed_, due, stream);
     }
   }
@@ -319,15 +313,22 @@ class kv_store<Layout> {
   }
   /// The slots of chosen blocks, and those behind them.
   host_vector<index_t> slots_of_blocks(sequence_layer owner, const host_vector<index_t>& blocks) const {
-    host_vector<index_t> slots = packed_.slots_of_blocks(packed_owner(owner), blocks);
-    const token_bound all = bound(owner);
-    for (index_t slot = packed_rows_of(owner); slot < all.longest; ++slot) slots.push_back(slot);
-    return slots;
+    return packed_.slots_of_blocks(packed_owner(owner), blocks, bound(owner).longest);
   }
   offset_t bytes(sequence_layer owner) const {
     if (!packs(owner.layer)) return whole_.bytes(owner);
     return whole_.bytes(owner) + packed_.bytes(packed_owner(owner)) + searches_.bytes(packed_owner(owner));
   }
+  capacity upper_bound(const host_vector<layer_peak>& peaks) const {
+    capacity bound = whole_.upper_bound(whole_peaks(layout_, peaks));
+    for (const layer_peak& peak : peaks) {
+      const packed_peak most = packed_peak_of(layout_, peak.turn);
+      const offset_t segments = packed_.upper_bound(peak.stored.longest, most.segments);
+      bound.bytes += peak.follows_recipe ? segments + searches_.upper_bound(most.originals) : 0;
+    }
+    return bound;
+  }
+  capacity available() const { return whole_.available(); }
   offset_t peak_bytes() const { return whole_.peak_bytes() + packed_.bytes(); }
   /// Bytes that a step reads of a head when it attends `attended` tokens. Blocks are scored whatever the budget.
   offset_t step_bytes(sequence_layer owner, offset_t attended) const {
@@ -340,10 +341,9 @@ class kv_store<Layout> {
  private:
   using packing_plan = cuda::packing_plan<view_type>;
 
-  index_t packing(index_t layer) const { return packing_.number[std::size_t(layer)]; }
-  bool packs(index_t layer) const { return packing(layer) >= 0; }
+  bool packs(index_t layer) const { return packing_.number[std::size_t(layer)] >= 0; }
   /// The same among the layers that pack.
-  sequence_layer packed_owner(sequence_layer owner) const { return {packing(owner.layer), owner.id}; }
+  sequence_layer packed_owner(sequence_layer owner) const { return packing_.owner(owner); }
   index_t packed_rows_of(sequence_layer owner) const {
     return packs(owner.layer) ? packed_.rows(packed_owner(owner)) : 0;
   }
@@ -352,7 +352,7 @@ class kv_store<Layout> {
   index_t due(sequence_layer owner, index_t prompt) const {
     if (!packs(owner.layer)) return 0;
     const index_t whole = whole_.bound(owner).longest;
-    return prompt > 0 ? rows_.tail.packed_after_prompt(whole) : rows_.tail.packed_after_step(whole);
+    return prompt > 0 ? layout_.rows.tail.packed_after_prompt(whole) : layout_.rows.tail.packed_after_step(whole);
   }
   /// Whether they are segments of their own.
   bool begins_segments(sequence_layer owner, index_t prompt) const {
@@ -383,7 +383,7 @@ class kv_store<Layout> {
   }
 
   stream_beside stream_beside_;  // the first member: an assignment waits for it before memory is released
-  rows_type rows_;
+  Layout layout_;
   index_t heads_, tokens_;
   column_set with_;
   whole_store whole_;

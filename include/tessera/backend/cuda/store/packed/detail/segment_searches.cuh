@@ -38,6 +38,7 @@ class segment_searches {
   void mark(index_t, cudaStream_t) {}
   void settle(index_t, segment_store&, bool, cudaStream_t) {}
   offset_t bytes(sequence_layer) const { return 0; }
+  offset_t upper_bound(index_t) const { return 0; }
 };
 
 /// An entry is a (layer, sequence). It has settled segments, and segments behind them, which are packed by the strategy
@@ -186,6 +187,10 @@ class segment_searches<Layout, View> {
       for (const auto& part : task->parts) blocks += part.layer == owner.layer ? part.originals.size() : 0;
     }
     return offset_t(blocks * blocks_->block_bytes());
+  }
+  /// The most that these can be of `rows` original rows of a layer.
+  offset_t upper_bound(index_t rows) const {
+    return on() ? (ceil_div(rows, rows_.tail.tail) + 1) * offset_t(blocks_->block_bytes()) : 0;
   }
 
  private:

@@ -226,8 +226,14 @@ class segment_store {
     for (std::size_t i = first; i < end; ++i) write_entry(entry, i, stream);
   }
 
-  /// The slots of chosen blocks, which are counted over all segments.
-  host_vector<index_t> slots_of_blocks(sequence_layer owner, const host_vector<index_t>& chosen) const {
+  /// Errors   a sequence cannot have so many segments: tessera::error.
+  void require_segments(index_t wanted) const {
+    require(wanted <= max_segments_, "segments of a sequence", wanted, "at most " + std::to_string(max_segments_),
+            "raise cache_options::tokens");
+  }
+
+  /// The slots of chosen blocks, which are counted over all segments, and those of the whole rows behind them.
+  host_vector<index_t> slots_of_blocks(sequence_layer owner, const host_vector<index_t>& chosen, index_t end) const {
     host_vector<index_t> slots;
     index_t first_block = 0;
     for (const segment_record& segment : segments(owner)) {
@@ -237,6 +243,7 @@ class segment_store {
       }
       first_block += blocks(segment);
     }
+    for (index_t slot = rows(owner); slot < end; ++slot) slots.push_back(slot);
     return slots;
   }
 
@@ -256,6 +263,12 @@ class segment_store {
     for (const segment_record& record : segments(owner))
       total += record.rows * row_bytes(record) + mean_bytes(record) + basis_bytes();
     return heads_ * total;
+  }
+  /// The most that a layer of `tokens` tokens takes in at most `segments` segments.
+  offset_t upper_bound(offset_t tokens, offset_t segments) const {
+    const offset_t blocks = formats_.block > 0 ? tokens / formats_.least_block + segments : 0;
+    return heads_ * (tokens * (bytes_of(formats_.widest_k) + bytes_of(formats_.widest_v)) +
+                     blocks * bytes_of(formats_.widest_k) + segments * basis_bytes());
   }
   /// Bytes of all memory for rows and means.
   offset_t bytes() const { return k_.bytes() + v_.bytes() + means_.bytes(); }
@@ -401,7 +414,7 @@ class segment_store {
   host_vector<host_vector<segment_record>> records_;  // by entry
 };
 
-// Which segments of packed rows a layout may have on the device: how many, and of which formats.
+// Of which formats the segments of a layout are on the device.
 
 /// The layout of the rows of a packing layout that are not packed.
 template <packing_layout Layout>
@@ -451,28 +464,10 @@ struct packing_layers {
   packing_layers(index_t layers, const layer_roles& roles) {
     for (index_t layer = 0; layer < layers; ++layer) number.push_back(roles.follows_recipe(layer) ? count++ : no_index);
   }
+  /// An owner's layer among those that pack.
+  sequence_layer owner(sequence_layer of) const { return {number[std::size_t(of.layer)], of.id}; }
 };
 
-/// Whether strategies are searched.
-template <packing_layout Layout>
-bool searches(const Layout& layout) {
-  if constexpr (searching_layout<Layout>) return layout.rows.strategy.searched();
-  return false;
-}
-/// An upper bound of the segments of a conversation of at most `tokens` tokens. They are those of its prompts, each cut
-/// at its own end. Where strategies are searched, one of decoded tokens follows each, and others as they end, in two
-/// parts if a strategy was found meanwhile.
-template <packing_layout Layout>
-index_t max_segments(const Layout& layout, index_t tokens) {
-  const index_t of_prompts = ceil_div(tokens, layout.rows.segment) + 1 + tokens / Layout::rows_type::own_segment_tokens;
-  if constexpr (searching_layout<Layout>) {
-    if (searches(layout)) {
-      const index_t least = (std::min)(layout.rows.strategy.least_segment, layout.rows.segment);
-      return 2 * (of_prompts + ceil_div(tokens, least));
-    }
-  }
-  return of_prompts;
-}
 /// The formats of a layout's segments, with means of `block` rows; 0: without means.
 template <packing_layout Layout>
 segment_formats formats_of(const Layout& layout, index_t block) {
@@ -482,23 +477,18 @@ segment_formats formats_of(const Layout& layout, index_t block) {
                        Layout::v_dim,
                        block,
                        Layout::rows_type::basis_type::rotates};
-  if constexpr (searching_layout<Layout>) {
-    if (!searches(layout)) return made;
-    auto widest = layout.rows;
-    widest.key.channels = (std::max)(widest.key.channels, strategy_shares.back());
-    widest.value.channels = (std::max)(widest.value.channels, strategy_shares.back());
-    widest.key.group = widest.value.group = 1;
-    made.widest_k = widest.key_format(), made.widest_v = widest.value_format();
-    if (block > 0) made.least_block = std::gcd(block, strategy_blocks.back());
-    made.alike = false;
-  }
+  if (!searches_strategies(layout)) return made;
+  const auto widest = widest_rows(layout);
+  made.widest_k = widest.key_format(), made.widest_v = widest.value_format();
+  if (block > 0) made.least_block = std::gcd(block, strategy_blocks.back());
+  made.alike = false;
   return made;
 }
 
 /// A common multiple of the blocks of all segments.
 template <packing_layout Layout>
 index_t encoded_block(const Layout& layout, index_t block) {
-  return searches(layout) && block > 0 ? std::lcm(block, strategy_blocks.front()) : block;
+  return searches_strategies(layout) && block > 0 ? std::lcm(block, strategy_blocks.front()) : block;
 }
 
 }  // namespace cuda
