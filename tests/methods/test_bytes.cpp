@@ -257,17 +257,17 @@ offset_t peak_of(any_cache& cache, const model_data& data, const planned_turn& t
     REQUIRE(cache.bytes(id) <= bound);
   };
   cache.announce(id, turn.prompt);
-  const index_t heads = data.shape.q_heads;
+  const index_t q_heads = data.shape.q_heads;
   index_t next = 0;
   while (next < turn.prompt) {
     const index_t count = std::min(turn.chunk > 0 ? turn.chunk : turn.prompt, turn.prompt - next);
-    std::vector<float> out(std::size_t(count * heads * dim));
+    std::vector<float> out(std::size_t(count * q_heads * dim));
     for (index_t layer = 0; layer < data.shape.layers; ++layer) {
       cache.prefill(layer, id, data.queries(layer, next, count), data.keys(layer, next, count),
                     data.values(layer, next, count));
       look();
       cache.prefill_attention(layer, id, data.queries(layer, next, count),
-                              tessera::nhd_rows(out.data(), count, heads, dim), {});
+                              tessera::nhd_rows(out.data(), count, q_heads, dim), {});
       look();
     }
     next += count;
@@ -285,14 +285,14 @@ offset_t peak_of(any_cache& cache, const model_data& data, const planned_turn& t
 
 }  // namespace
 
-// Of many layers the second place of one is little. A pool of pages rounds up, packed rows have their segments twice, and
-// sentences may be as short as a token: those bounds are looser.
+// Of many layers the second place of one is little. Bounds of other methods are looser: the end of a prompt has its whole rows
+// beside the index or the segments that it makes, which nobody sees between two calls, and a sentence may be as short as a token.
 TEST_CASE("the bound of a long prompt is not much more than what the sequence takes") {
   rng random(154);
   const tessera::model_shape shape{16, 4, 2};
   const model_data data(random, shape, 720);
   const planned_turn turn{700, 20, 0, 1};
-  for (const std::string method : {"full", "snapkv", "h2o", "quest", "rocketkv", "sparq", "tangram", "streaming_llm"}) {
+  for (const std::string method : {"full", "snapkv", "h2o", "quest", "sparq", "tangram", "streaming_llm"}) {
     CAPTURE(method);
     const auto cache =
         make_cache({method, 100, {{"window", 8}}}, shape, std::make_shared<tessera::cpu::executor>(1));
@@ -317,14 +317,14 @@ TEST_CASE("no sequence takes more than its bound") {
     if (slides) shape.window = 24, shape.sliding = {0, 1, 0};
     const model_data data(random, shape, 262);
     for (const std::string& method : all_methods()) {
-      for (const index_t budget : {32, 80}) {
+      for (const index_t budget : slides ? std::vector<index_t>{32} : std::vector<index_t>{32, 80}) {
         const auto cache = make_cache({method, budget, {{"window", 8}, {"max_new", 30}, {"recent", 10}}}, shape,
                                       std::make_shared<tessera::cpu::executor>(1));
         for (const planned_turn& turn : turns) {
           CAPTURE(method, budget, slides, turn.prompt, turn.answer, turn.chunk, turn.step);
           const tessera::capacity bound = cache->bound(turn.prompt, turn.answer, turn.chunk);
           peak_of(*cache, data, turn, bound.bytes);
-          CHECK((bound.pages > 0) == (method == "tangram"));
+          CHECK((bound.pages > 0) == (method == "tangram" || method == "packed_rocketkv"));
           CHECK(cache->available().covers(bound));
         }
       }
