@@ -251,6 +251,7 @@ TEST_CASE("a pool of as many pages as the bound says takes the whole turn, and a
   const model_shape shape{3, 4, 4};
   const std::vector<double> shares{0.1, 0.9, 0.3, 0.3, 0.5, 0.2, 1.0, 0.4, 0.25, 0.25, 0.7, 0.05};
   auto recipe = recipe_of<over_pages>(shares, shape, 4, 32);
+  recipe.placement.heads = random.pick({1, 2});
   const text of(random, shape, 260);
   const index_t prompt = 200, answer = 60;
   capacity bound;
