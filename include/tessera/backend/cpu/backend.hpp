@@ -48,7 +48,7 @@ class backend {
     parts_.ranked.open_empty(id);
     parts_.store.open(id);
     parts_.first.observer().open(id);
-    parts_.reads.open(id);
+    parts_.read_stage.open(id);
     parts_.prompts.open(id);
     parts_.log.open(id);
   }
@@ -56,7 +56,7 @@ class backend {
   void close(index_t id, queue) {
     parts_.store.clear(id);
     parts_.first.observer().forget(id);
-    parts_.reads.close(id);
+    parts_.read_stage.close(id);
     parts_.prompts.close(id);
   }
   void check_fork(index_t) const {}
@@ -66,7 +66,7 @@ class backend {
     try {
       parts_.store.copy(id, copy);
       parts_.first.observer().copy(id, copy);
-      parts_.reads.copy(id, copy);
+      parts_.read_stage.copy(id, copy);
       parts_.prompts.copy(id, copy);
     } catch (...) {
       close(copy, q);
@@ -148,7 +148,7 @@ class backend {
   }
   host_vector<index_t> readable(sequence_layer owner, index_t head) const {
     if (!parts_.roles.follows_recipe(owner.layer)) return positions(owner, head);
-    return parts_.reads.positions(owner, head, parts_.store);
+    return parts_.read_stage.positions(owner, head, parts_.store);
   }
   const kv_store<layout>& store() const { return parts_.store; }
   kv_store<layout>& store() { return parts_.store; }
@@ -165,7 +165,7 @@ class backend {
     offset_t total = 0;
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
       const sequence_layer owner{layer, id};
-      total += parts_.store.bytes(owner) + parts_.first.observer().bytes(owner) + parts_.reads.bytes(owner) +
+      total += parts_.store.bytes(owner) + parts_.first.observer().bytes(owner) + parts_.read_stage.bytes(owner) +
                parts_.prompts.bytes(owner);
     }
     return total;
@@ -176,7 +176,7 @@ class backend {
     capacity bound = parts_.store.upper_bound(peaks);
     for (const layer_peak& peak : peaks) {
       bound.bytes += parts_.first.observer().upper_bound(policies, peak.turn) +
-                     parts_.reads.upper_bound(policies, peak) + parts_.prompts.upper_bound(recipe, peak.turn);
+                     parts_.read_stage.upper_bound(policies, peak) + parts_.prompts.upper_bound(recipe, peak.turn);
     }
     return bound;
   }

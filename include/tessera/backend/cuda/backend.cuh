@@ -54,7 +54,7 @@ class backend {
   void open(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
     set_number(parts_.next.data() + id, index_t(0), stream);
     begin_sequence(id, stream);
-    parts_.reads.set_plan(id, policies, stream);
+    parts_.read_stage.set_plan(id, policies, stream);
   }
   /// Releases everything that a sequence holds.
   void close(index_t id, cudaStream_t stream) {
@@ -72,17 +72,17 @@ class backend {
     try {
       plan_copy(id, to, stream);
       parts_.store.commit_copy(id, to, stream);
-      parts_.reads.candidates().commit_copy(id, to, stream);
+      parts_.read_stage.candidates().commit_copy(id, to, stream);
       copy_on_device(parts_.next.data() + to, parts_.next.data() + id, 1, stream);
       begin_sequence(to, stream);
       parts_.first.observer().copy(id, to, stream);
       parts_.prompts.copy(id, to, stream);
-      parts_.reads.set_plan(to, policies, stream);
+      parts_.read_stage.set_plan(to, policies, stream);
       for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
         if (parts_.roles.follows_recipe(layer) && parts_.store.bound({layer, to}).longest > 0)
-          parts_.reads.refresh({layer, to}, parts_.store, stream);
+          parts_.read_stage.refresh({layer, to}, parts_.store, stream);
       }
-      parts_.reads.reader().copy(id, to, stream);
+      parts_.read_stage.reader().copy(id, to, stream);
     } catch (...) {
       clear(to, stream);
       throw;
@@ -94,17 +94,17 @@ class backend {
   void follow_budget(const Recipe& changed, cudaStream_t) {
     parts_.order.require_all_finished();
     auto first = parts_.first.fit(changed, parts_.device);
-    auto reader = parts_.reads.reader().fit(changed, parts_.shape, parts_.options, parts_.device);
+    auto reader = parts_.read_stage.reader().fit(changed, parts_.shape, parts_.options, parts_.device);
     auto movers = parts_.fit_movers(parts_.first.max_kept_tokens(first));
     check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     parts_.first.adopt(std::move(first));
-    parts_.reads.reader().adopt(std::move(reader));
+    parts_.read_stage.reader().adopt(std::move(reader));
     parts_.store.adopt(std::move(movers));
     parts_.order.disturbed();
   }
   void follow_plans(const conversations<Recipe>& known, cudaStream_t stream) {
     for (index_t id = 0; id < known.size(); ++id) {
-      if (known.is_open(id)) parts_.reads.set_plan(id, known.sequence(id).policies, stream);
+      if (known.is_open(id)) parts_.read_stage.set_plan(id, known.sequence(id).policies, stream);
     }
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   }
@@ -225,23 +225,22 @@ class backend {
     offset_t total = 0;
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
       const sequence_layer owner{layer, id};
-      const token_bound held = parts_.reads.candidates().bound(owner, parts_.store.bound(owner));
-      total += parts_.store.bytes(owner) + parts_.reads.candidates().bytes(owner) +
-               bytes_of_every_layer() +
-               (state.first_prompt > 0 ? parts_.reads.reader().bytes(state.policies, held.longest) : 0);
+      const token_bound held = parts_.read_stage.candidates().bound(owner, parts_.store.bound(owner));
+      total += parts_.store.bytes(owner) + parts_.read_stage.candidates().bytes(owner) + bytes_of_every_layer() +
+               (state.first_prompt > 0 ? parts_.read_stage.reader().bytes(state.policies, held.longest) : 0);
     }
     return total;
   }
   /// The most that a new sequence with these policies and peaks takes.
   /// Errors   more than the sizes of the cache allow for one sequence: tessera::error.
   capacity upper_bound(const Recipe&, const planned<Recipe>& policies, const host_vector<layer_peak>& peaks) const {
-    parts_.reads.require_covered(policies);
+    parts_.read_stage.require_covered(policies);
     capacity bound = parts_.store.upper_bound(peaks);
     for (const layer_peak& peak : peaks) {
       require_tokens_of_head(peak.stored.longest, parts_.options.tokens);
-      if (peak.follows_recipe) parts_.reads.reader().require_fits(peak.readable.longest);
-      bound.bytes += bytes_of_every_layer() + parts_.reads.candidates().upper_bound(peak.readable) +
-                     parts_.reads.reader().bytes(policies, peak.readable.longest);
+      if (peak.follows_recipe) parts_.read_stage.reader().require_fits(peak.readable.longest);
+      bound.bytes += bytes_of_every_layer() + parts_.read_stage.candidates().upper_bound(peak.readable) +
+                     parts_.read_stage.reader().bytes(policies, peak.readable.longest);
     }
     return bound;
   }
@@ -278,14 +277,14 @@ class backend {
   }
   void clear(index_t id, cudaStream_t stream) {
     parts_.store.clear(id, stream);
-    parts_.reads.candidates().clear(id, stream);
-    parts_.reads.reader().clear(id, stream);
+    parts_.read_stage.candidates().clear(id, stream);
+    parts_.read_stage.reader().clear(id, stream);
     parts_.first.observer().forget(id);
   }
   void plan_copy(index_t id, index_t to, cudaStream_t stream) {
     parts_.store.plan_copy(id, to, stream);
     try {
-      parts_.reads.candidates().plan_copy(id, to);
+      parts_.read_stage.candidates().plan_copy(id, to);
     } catch (...) {
       parts_.store.abandon();
       throw;

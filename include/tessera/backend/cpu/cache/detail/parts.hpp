@@ -48,7 +48,7 @@ struct cache_parts {
               {first_stage<Recipe>::observer_type::with_scores, Recipe::needs_segments, recipe.retrieve.mean_block()},
               placement_of(recipe), recipe.layout),
         first(shape),
-        reads(shape),
+        read_stage(shape),
         prompts(shape),
         log(shape.layers),
         ranked(shape.layers) {}
@@ -94,7 +94,7 @@ struct cache_parts {
   void commit(sequence_layer owner, choice& made) {
     if (made.made && traces_ranks && roles.follows_recipe(owner.layer)) std::swap(ranked[owner], made.ranked);
     if (!made.next_candidates.empty()) {
-      reads.set_candidates(owner, made.next_candidates);
+      read_stage.set_candidates(owner, made.next_candidates);
     } else if (made.made) {
       store.keep(owner, made.selections[0], *workers);
     }
@@ -103,7 +103,7 @@ struct cache_parts {
   /// Forgets the plans of a layer, and tokens that were appended from position `next` on.
   void abandon(sequence_layer owner, index_t next) {
     store.abandon(owner, next);
-    reads.abandon(owner, store);
+    read_stage.abandon(owner, store);
   }
 
   std::shared_ptr<executor> workers;
@@ -111,8 +111,8 @@ struct cache_parts {
   layer_roles roles;
   kv_store<layout> store;
   first_stage<Recipe> first;
-  rereading<Recipe> rereads;
-  reading<Recipe> reads;
+  rereading<Recipe> rereader;
+  reading<Recipe> read_stage;
   prompt_attending<Recipe> prompts;
   step_log log;
   bool traces_ranks = false;
@@ -123,7 +123,7 @@ struct cache_parts {
  private:
   void plan_reading(sequence_layer owner, const planned<Recipe>& policies, choice& made) {
     if (made.made && Recipe::retain_type::drops) store.plan_keep(owner);
-    reads.plan(owner, store, policies, made.made ? &made.selections : nullptr, made.next_candidates);
+    read_stage.plan(owner, store, policies, made.made ? &made.selections : nullptr, made.next_candidates);
   }
 };
 

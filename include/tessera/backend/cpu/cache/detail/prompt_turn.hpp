@@ -41,7 +41,7 @@ class prompt_turn {
       throw;
     }
     parts_.commit(owner, made);
-    parts_.reads.end_candidates(owner);
+    parts_.read_stage.end_candidates(owner);
   }
 
   /// The end of a chunk, in a layer that chooses then: it keeps its share of the prompt so far.
@@ -54,7 +54,7 @@ class prompt_turn {
     if (made.made) parts_.store.plan_keep(owner);
     parts_.commit(owner, made);
     parts_.first.observer().forget(owner);
-    parts_.reads.abandon(owner, parts_.store);  // its slots have moved; the end of the prompt builds it anew
+    parts_.read_stage.abandon(owner, parts_.store);  // its slots have moved; the end of the prompt builds it anew
   }
 
   template <class E>
@@ -79,7 +79,7 @@ class prompt_turn {
       parts_.store.append(owner, k, v, part.begin);
       prefill_attention(parts_.store.view(owner), query_rows<E>{q, &part.begin}, rule, output, *parts_.workers);
       if (parts_.roles.follows_recipe(owner.layer))
-        parts_.rereads.score(owner, parts_.store, policies, rule, q, part, *parts_.workers);
+        parts_.rereader.score(owner, parts_.store, policies, rule, q, part, *parts_.workers);
     } catch (...) {
       parts_.store.abandon(owner, part.begin);
       throw;

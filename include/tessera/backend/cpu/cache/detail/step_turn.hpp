@@ -71,20 +71,20 @@ class step_turn {
     parts_.store.append(owner, k, v, first, marks);
     if (!parts_.roles.follows_recipe(owner.layer))
       return decode_all(owner, b, query_rows<E>{q, &first}, k.tokens, output, made);
-    parts_.reads.append(owner, parts_.store, k.tokens);
+    parts_.read_stage.append(owner, parts_.store, k.tokens);
     if constexpr (Recipe::schedule_type::fires_at(moment::step_begin)) {
       if (step.evicts_first) {  // the step reads what will stay; the rest is dropped when the whole batch has succeeded
         parts_.plan_choice(owner, recipe, policies, true, {next, k.tokens, nullptr}, made);
-        attend(owner, b, policies, parts_.reads.view_of(owner, parts_.store, made.selections[0]),
+        attend(owner, b, policies, parts_.read_stage.view_of(owner, parts_.store, made.selections[0]),
                query_rows<E>{q, &first}, rule, output);
         return parts_.plan_packing(owner, made, false);
       }
     }
-    const index_t members = parts_.reads.members(owner);
+    const index_t members = parts_.read_stage.members(owner);
     for (index_t m = 0; m < members; ++m) {
       const group_member<E> part(q, rule, m, members);
-      attend(owner, b, policies, parts_.reads.view(owner, parts_.store, m), query_rows<E>{part.q, &first}, part.rule,
-             {every_head(output.out, m, members), every_head(output.lse, m, members)}, m);
+      attend(owner, b, policies, parts_.read_stage.view(owner, parts_.store, m), query_rows<E>{part.q, &first},
+             part.rule, {every_head(output.out, m, members), every_head(output.lse, m, members)}, m);
     }
     parts_.log.add_bytes(
         b, parts_.first.observer().observe_step(b, owner, parts_.store, policies, rule, q, next, *parts_.workers));
@@ -110,11 +110,12 @@ class step_turn {
               const query_rows<E>& queries, const logit_rule& rule, const attention_output& output,
               index_t member = 0) {
     offset_t bytes = 0;
-    const selection_view* chosen = parts_.reads.choose(owner, view, queries, rule, policies, bytes, *parts_.workers);
+    const selection_view* chosen =
+        parts_.read_stage.choose(owner, view, queries, rule, policies, bytes, *parts_.workers);
     decode_attention(view, queries, rule, chosen, output, *parts_.attending, *parts_.workers);
     parts_.log.note(b, view, chosen, parts_.store.token_bytes(), bytes + parts_.store.uneven_bytes(view, chosen),
-                    member, parts_.reads.members(owner));
-    parts_.reads.complete(owner, view, queries.q.tokens, output.out);
+                    member, parts_.read_stage.members(owner));
+    parts_.read_stage.complete(owner, view, queries.q.tokens, output.out);
   }
 
   parts_type& parts_;

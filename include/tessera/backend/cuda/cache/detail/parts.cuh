@@ -54,10 +54,10 @@ struct cache_parts {
         steps(options.sequences),
         marks(shape.layers, options.sequences, options.tokens, options.step_tokens),
         first(recipe, shape, options, device),
-        reads(recipe, shape, options, device),
-        attends(shape, first.members().q_heads(), options, device, recipe),
+        read_stage(recipe, shape, options, device),
+        step_attention(shape, first.members().q_heads(), options, device, recipe),
         prompts(recipe, shape, options, device),
-        rereads(shape, options, device),
+        rereader(shape, options, device),
         order(shape.layers),
         newest(shape.kv_heads, shape.sliding.empty() ? 0 : shape.window),
         attended(shape.layers) {
@@ -115,7 +115,7 @@ struct cache_parts {
   /// Positions that steps may read of a layer, by kv_head, or by query head where those of a group read apart.
   host_vector<host_vector<index_t>> downloaded_lists(sequence_layer owner) const {
     if (!roles.follows_recipe(owner.layer)) return store.downloaded_positions(owner);
-    return reads.candidates().downloaded_lists(owner, store);
+    return read_stage.candidates().downloaded_lists(owner, store);
   }
 
   model_shape shape;
@@ -131,10 +131,10 @@ struct cache_parts {
   step_table steps;
   text_marks<Recipe::needs_segments> marks;
   first_stage<Recipe> first;
-  reading_type reads;
-  attention<view_type, read_view_type, Out> attends;
+  reading_type read_stage;
+  attention<view_type, read_view_type, Out> step_attention;
   prompt_attending<Recipe, view_type, Out> prompts;
-  rereading<Recipe> rereads;
+  rereading<Recipe> rereader;
   step_order<Recipe> order;
   newest_slots newest;
   bool traces_attended = false;

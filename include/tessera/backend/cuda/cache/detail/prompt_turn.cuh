@@ -32,7 +32,7 @@ class prompt_turn {
                              set_number(parts_.chunk_position.data(), chunk.first, stream),
                              parts_.marks.of_chunk(chunk.marks, k.tokens, stream), stream);
     parts_.store.grew(owner, k.tokens);
-    if (chunk.begins) parts_.reads.candidates().end_lists(owner, stream);
+    if (chunk.begins) parts_.read_stage.candidates().end_lists(owner, stream);
     if (!parts_.roles.follows_recipe(owner.layer)) return;
     parts_.store.observe_prompt(owner, q, stream);
     if (choosing_layer<Recipe>(owner.layer, policies, parts_.roles) != owner.layer) return;
@@ -62,9 +62,9 @@ class prompt_turn {
                                                             parts_.roles.rule(owner.layer),
                                                             out,
                                                             lse};
-    if (!parts_.roles.follows_recipe(owner.layer)) return parts_.attends.prompt(problem, stream);
+    if (!parts_.roles.follows_recipe(owner.layer)) return parts_.step_attention.prompt(problem, stream);
     if (!lse.data) problem.lse = parts_.first.observer().lse_room(q.tokens);
-    parts_.prompts.attend(owner, recipe, problem, first, parts_.attends, stream);
+    parts_.prompts.attend(owner, recipe, problem, first, parts_.step_attention, stream);
     parts_.first.observer().observe_attention(owner, q, problem.lse, stream);
   }
 
@@ -73,7 +73,8 @@ class prompt_turn {
               const rows_view<Out>& out, cudaStream_t stream) {
     parts_.order.require_finished(owner.id);
     parts_.make_room({owner}, k.tokens, stream);
-    parts_.rereads.pass(owner, parts_.store, policies, parts_.roles, parts_.attends, q, k, v, out, part, stream);
+    parts_.rereader.pass(owner, parts_.store, policies, parts_.roles, parts_.step_attention, q, k, v, out, part,
+                         stream);
   }
 
   /// Called when a prompt of `tokens` tokens has been through a layer: does what needs no other layer.
@@ -86,7 +87,7 @@ class prompt_turn {
 
   /// Called when a prompt has ended. Where `due`, each layer keeps what the budget allows, or lets it through.
   void end(index_t id, const planned<Recipe>& policies, bool due, const prompt_reach& reach, cudaStream_t stream) {
-    parts_.reads.require_covered(policies);
+    parts_.read_stage.require_covered(policies);
     const sequence_layers choosing = plan_choice(id, policies, due, reach, stream);
     parts_.plan_beside_step(parts_.store, [&] {
       parts_.store.plan_packing(parts_.all_layers({id}), reach.prompt_tokens(),
@@ -96,9 +97,9 @@ class prompt_turn {
     kept_slots kept;  // of the previous layer; a layer that reuses its choice follows immediately
     for (const sequence_layer owner : choosing) choose(owner, policies, due, reach, kept, stream);
     parts_.store.commit_packing(stream);
-    parts_.reads.set_plan(id, policies, stream);
+    parts_.read_stage.set_plan(id, policies, stream);
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
-      if (parts_.roles.follows_recipe(layer)) parts_.reads.refresh({layer, id}, parts_.store, stream);
+      if (parts_.roles.follows_recipe(layer)) parts_.read_stage.refresh({layer, id}, parts_.store, stream);
     }
     parts_.slide(parts_.all_layers({id}), stream);
     parts_.store.expect(id, 0);
@@ -130,7 +131,8 @@ class prompt_turn {
                          : kept_bound{held, {}});
     }
     if (filters)
-      parts_.plan_beside_step(parts_.reads.candidates(), [&] { parts_.reads.candidates().plan_pass(owners, kept); });
+      parts_.plan_beside_step(parts_.read_stage.candidates(),
+                              [&] { parts_.read_stage.candidates().plan_pass(owners, kept); });
     else
       parts_.plan_beside_step(parts_.store, [&] { parts_.store.plan_keep(owners, kept, stream); });
     return owners;
@@ -149,7 +151,7 @@ class prompt_turn {
       if (!filters) return parts_.store.keep(owner, kept, stream);
       const joined_columns columns = due ? parts_.prompts.columns(chooser) : joined_columns{};
       if (columns.bits) kept.bound = {parts_.store.bound(owner), {}};
-      parts_.reads.candidates().pass(owner, m, kept, columns, stream);
+      parts_.read_stage.candidates().pass(owner, m, kept, columns, stream);
     }
   }
 

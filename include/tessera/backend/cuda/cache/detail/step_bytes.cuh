@@ -35,10 +35,11 @@ offset_t step_bytes(const cache_parts<Recipe, Out>& parts, index_t id, const Rec
     }
     for (std::size_t h = 0; h < lengths.size(); ++h) {
       const head_place head{owner, index_t(h), parts.store.always_read(owner)};
-      const offset_t n = lengths[h], attended = follows ? parts.reads.reader().attended(state.policies, n, head) : n;
+      const offset_t n = lengths[h],
+                     attended = follows ? parts.read_stage.reader().attended(state.policies, n, head) : n;
       total += parts.store.step_bytes(owner, attended);
       if (!follows) continue;
-      total += parts.reads.reader().bytes_read(state.policies, n, head) + (adds_to_scores ? n * 4 : 0);
+      total += parts.read_stage.reader().bytes_read(state.policies, n, head) + (adds_to_scores ? n * 4 : 0);
       if (filters) total += (lists.size() > lengths.size() ? entries[h] : attended) * offset_t(sizeof(index_t));
       const offset_t stored = filters ? parts.store.bound(owner).longest : n;
       if (Recipe::retain_type::follows && chose) total += (stored - attended) * Recipe::layout_type::key_bytes();

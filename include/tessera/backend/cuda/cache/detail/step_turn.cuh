@@ -40,13 +40,13 @@ class step_turn {
     const index_t sequences = step.sequences();
     parts_.order.begin(step, stream);
     auto columns = parts_.store.gathered();
-    for (const auto& column : parts_.reads.gathered()) columns.push_back(column);
+    for (const auto& column : parts_.read_stage.gathered()) columns.push_back(column);
     parts_.steps.gather(sequences, columns, stream);
     advance_positions(parts_.next.data(), parts_.steps.ids(), parts_.first_position.data(), parts_.next_position.data(),
                       sequences, step.tokens, stream);
     parts_.steps.advance(parts_.store.length_column(), parts_.shape.layers, sequences, step.tokens, stream,
                        parts_.stepped.data());
-    parts_.reads.candidates().join(parts_.steps, parts_.store.length_column(), sequences, step.tokens, stream);
+    parts_.read_stage.candidates().join(parts_.steps, parts_.store.length_column(), sequences, step.tokens, stream);
   }
 
   /// One layer for every sequence of the batch: append, retrieve, attend, retain.
@@ -58,7 +58,7 @@ class step_turn {
     const view_type all = parts_.store.batch_view(layer, step.sequences());
     parts_.store.append_rows(all, k, v, first, parts_.marks.of_step(layer), stream);
     if (!parts_.roles.follows_recipe(layer)) {
-      parts_.attends.step(decode_problem<view_type, Out>{all, q, first, rule, out, lse, {}}, stream);
+      parts_.step_attention.step(decode_problem<view_type, Out>{all, q, first, rule, out, lse, {}}, stream);
       if (parts_.traces_attended) trace(layer, step, {});
       return;
     }
@@ -79,7 +79,7 @@ class step_turn {
     parts_.store.settle(step.ids, false, stream);
     parts_.store.plan_packing(owners, 0, stream);
     for (const sequence_layer owner : owners) {
-      if (parts_.roles.follows_recipe(owner.layer)) parts_.reads.require_fits(owner, parts_.store, step.tokens);
+      if (parts_.roles.follows_recipe(owner.layer)) parts_.read_stage.require_fits(owner, parts_.store, step.tokens);
     }
     parts_.store.plan_room(owners, step.tokens, stream);
     try {
@@ -90,7 +90,7 @@ class step_turn {
     }
     parts_.store.commit_room(owners, stream);
     parts_.store.commit_packing(stream);
-    parts_.reads.candidates().commit_room(owners, stream);
+    parts_.read_stage.candidates().commit_room(owners, stream);
   }
   /// Makes room for the lists of a step, in every layer or in none.
   void plan_lists(const sequence_layers& owners, const batch& step, const conversations<Recipe>& known) {
@@ -101,7 +101,7 @@ class step_turn {
       held.longest += step.tokens;
       longest.push_back(parts_.roles.follows_recipe(owner.layer) ? bound(owner, held, known, 0).longest : 0);
     }
-    parts_.reads.candidates().plan_room(owners, step.tokens, longest);
+    parts_.read_stage.candidates().plan_room(owners, step.tokens, longest);
   }
   /// An upper bound of what a step that chooses leaves of a layer with `held` tokens, or lets through. The newest
   /// `added` tokens stay.
@@ -113,12 +113,12 @@ class step_turn {
   void note(const sequence_layers& owners, const batch& step, const conversations<Recipe>& known) {
     for (const sequence_layer owner : owners) {
       parts_.store.grew(owner, step.tokens);
-      parts_.reads.candidates().grew(owner, step.tokens);
+      parts_.read_stage.candidates().grew(owner, step.tokens);
       if (!(step.evicts_first || step.evicts_last) || !parts_.roles.follows_recipe(owner.layer)) continue;
       const token_bound held = parts_.store.bound(owner),
                         left = bound(owner, held, known, step.evicts_last ? 0 : step.tokens);
       if constexpr (filters) {
-        parts_.reads.candidates().passed_in_step(owner, left);
+        parts_.read_stage.candidates().passed_in_step(owner, left);
       } else if constexpr (parts_type::in_steps) {
         // The host knows the room that this makes only where all heads are equally long.
         parts_.store.shrank(owner, left, parts_.first.heads_are_even ? held.longest - left.longest : 0);
@@ -130,7 +130,7 @@ class step_turn {
   void choose(index_t layer, const batch& step, const planned<Recipe>& policies, const view_type& all, index_t added,
               cudaStream_t stream) {
     if constexpr (parts_type::in_steps) {
-      auto& lists = parts_.reads.candidates();
+      auto& lists = parts_.read_stage.candidates();
       lists.note_read(layer, parts_.steps, step.sequences(), parts_.stepped_of({layer, 0}),
                       parts_.stepped_of({parts_.shape.layers + layer, 0}), stream);
       for (index_t m = 0; m < parts_.first.members().count(); ++m) {
@@ -143,7 +143,7 @@ class step_turn {
         parts_.store.keep_in_place(all, kept, stream);
         parts_.steps.scatter(parts_.store.length_column(), layer, step.sequences(), stream);
       }
-      parts_.reads.rebuild(layer, parts_.steps.ids(), parts_.store, all, stream);
+      parts_.read_stage.rebuild(layer, parts_.steps.ids(), parts_.store, all, stream);
     }
   }
   /// Attends what a step reads of a layer that follows the recipe. The step's tokens have been appended.
@@ -152,18 +152,19 @@ class step_turn {
     const group_members& members = parts_.first.members();
     const index_t* first = parts_.first_position.data();
     for (index_t m = 0; m < members.count(); ++m) {
-      const auto view = parts_.reads.batch_view(layer, all, m);
+      const auto view = parts_.read_stage.batch_view(layer, all, m);
       const logit_rule rule = members.rule(parts_.roles.rule(layer), m, stream);
-      if (parts_.reads.reader().choose(layer, parts_.reads.shown(parts_.store, all, view), q, first, rule, out, lse,
-                                       chosen, stream))
+      if (parts_.read_stage.reader().choose(layer, parts_.read_stage.shown(parts_.store, all, view), q, first, rule,
+                                            out, lse, chosen, stream))
         continue;
-      parts_.attends.step(
-          decode_problem<typename parts_type::read_view_type, Out>{view, members.rows(q, m), first, rule,
-                                                              members.rows(out, m), members.rows(lse, m), chosen,
-                                                              parts_.reads.candidates().usual_row(recipe.budget())},
+      parts_.step_attention.step(
+          decode_problem<typename parts_type::read_view_type, Out>{
+              view, members.rows(q, m), first, rule, members.rows(out, m), members.rows(lse, m), chosen,
+              parts_.read_stage.candidates().usual_row(recipe.budget())},
           stream);
     }
-    parts_.reads.reader().complete(layer, parts_.steps.ids(), parts_.reads.batch_view(layer, all), out, stream);
+    parts_.read_stage.reader().complete(layer, parts_.steps.ids(), parts_.read_stage.batch_view(layer, all), out,
+                                        stream);
   }
   void trace(index_t layer, const batch& step, const selection_view& read) {
     for (index_t b = 0; b < step.sequences(); ++b) {
@@ -174,7 +175,7 @@ class step_turn {
         const offset_t row = offset_t(b) * parts_.shape.kv_heads + h;
         const auto list = downloaded(read.row(row), std::size_t(downloaded(read.counts + row, 1)[0]));
         const auto all =
-            std::exchange(attended[std::size_t(h)], parts_.reads.reader().slots(parts_.store, owner, list));
+            std::exchange(attended[std::size_t(h)], parts_.read_stage.reader().slots(parts_.store, owner, list));
         for (index_t& slot : attended[std::size_t(h)]) slot = all[std::size_t(slot)];
       }
     }
