@@ -5,9 +5,16 @@
 add_library(tessera_testing STATIC tests/catch_main.cpp)
 target_include_directories(tessera_testing PUBLIC tests)
 target_link_libraries(tessera_testing PUBLIC tessera::tessera Catch2::Catch2 Eigen3::Eigen)
+target_compile_options(tessera_testing PRIVATE "$<$<CONFIG:Release>:-O0>")  # Catch2 itself: a few seconds saved, none lost
 
 include(cmake/methods.cmake)
 file(GLOB_RECURSE test_files CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/tests" tests/test_*.cpp)
+# Every method in other layouts: nothing takes g++ longer, and they run for less than a second. They are linked last, so that the other
+# files' optimised templates are taken where both have one.
+set(unoptimised methods/test_fixed_pages.cpp methods/test_fp8_rows.cpp)
+list(TRANSFORM unoptimised PREPEND tests/ OUTPUT_VARIABLE unoptimised_units)
+set_source_files_properties(${unoptimised_units} PROPERTIES COMPILE_OPTIONS "$<$<CONFIG:Release>:-O0>")
+list(REMOVE_ITEM test_files ${unoptimised})
 set(test_programs "")
 foreach(file IN LISTS test_files)
   cmake_path(GET file PARENT_PATH folder)
@@ -50,6 +57,17 @@ foreach(program test_cache_allocated test_support_calls)
     target_compile_options(${program} PRIVATE "$<$<CONFIG:Release>:-O0>")
   endif()
 endforeach()
+# Tests of single headers run for seconds, and g++ takes up to six times as long over them at -O3 as at -O0. Five programs run for
+# longer.
+if(TESSERA_UNOPTIMISED_TESTS)
+  foreach(program IN LISTS test_programs)
+    if(program MATCHES "^test_(attention|runtime|backend_cpu_(choose|read|store))$")
+      target_compile_options(${program} PRIVATE "$<$<CONFIG:Release>:-O1>")
+    elseif(NOT program MATCHES "^test_(methods|cache|examples.*)$")
+      target_compile_options(${program} PRIVATE "$<$<CONFIG:Release>:-O0>")
+    endif()
+  endforeach()
+endif()
 
 # What every method must do: one file a method, and the list of them.
 if(TARGET test_methods)
@@ -70,7 +88,7 @@ if(TARGET test_methods)
   configure_file(tests/methods/support/registry.cpp.in test_methods/registry.cpp @ONLY)
   tessera_join_units(units "${PROJECT_BINARY_DIR}/test_methods/methods" cpp 8 ${files})
   target_sources(test_methods PRIVATE ${units} "${PROJECT_BINARY_DIR}/test_methods/registry.cpp" tests/methods/support/entries.cpp
-                 tests/methods/support/mixtures.cpp)
+                 tests/methods/support/mixtures.cpp ${unoptimised_units})
   configure_file(tests/methods/support/every_method.hpp.in test_methods/every_method.hpp @ONLY)
   target_include_directories(tessera_testing PUBLIC "${PROJECT_BINARY_DIR}/test_methods")
 

@@ -25,6 +25,11 @@ give_up() {
 
 need "${build_packages[@]}" "${example_packages[@]}" "${test_packages[@]}" "${benchmark_packages[@]}" "${documentation_packages[@]}" \
   || give_up "The packages that the build needs are not installed."
+# For the check `format`, which says that it is skipped where this does not work.
+format=$folder/format
+[ -x "$format/bin/clang-format" ] \
+  || { python3 -m venv "$format" && "$format/bin/pip" install -q "clang-format==$(python3 cmake/checks/format.py --version)"; } >/dev/null 2>&1 \
+  || echo "clang-format could not be installed: the format is not checked"
 cmake --preset "$preset" "$@" || give_up "CMake could not configure the build."
 cmake --build "$folder" --parallel "$jobs" -- -k 0 || give_up "The build failed."
 

@@ -10,7 +10,7 @@
 #include "tessera/scorer/lag_relative.hpp"
 #include "tessera/scorer/value_norm.hpp"
 
-namespace gpu_bench {
+namespace gpu_bench::of_choosing {
 namespace {
 
 constexpr index_t tokens = 131072;
@@ -149,4 +149,4 @@ const int registered = [] {
 }();
 
 }  // namespace
-}  // namespace gpu_bench
+}  // namespace gpu_bench::of_choosing

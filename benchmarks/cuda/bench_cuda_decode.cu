@@ -2,7 +2,7 @@
 #include "cuda_bench.hpp"
 #include "tessera/backend/cuda/attend/decode/decode_attention.cuh"
 
-namespace gpu_bench {
+namespace gpu_bench::of_decode {
 namespace {
 
 constexpr index_t page = 16;
@@ -163,4 +163,4 @@ const int registered = [] {
 }();
 
 }  // namespace
-}  // namespace gpu_bench
+}  // namespace gpu_bench::of_decode

@@ -7,7 +7,7 @@
 #include "tessera/backend/cuda/cache.cuh"
 #include "tessera/methods/loopserve_decode.hpp"
 
-namespace gpu_bench {
+namespace gpu_bench::of_following {
 namespace {
 
 // Every replay appends a token: as many outputs lie between two choices.
@@ -87,4 +87,4 @@ const int registered = [] {
 }();
 
 }  // namespace
-}  // namespace gpu_bench
+}  // namespace gpu_bench::of_following

@@ -11,7 +11,7 @@
 #include "tessera/backend/cuda/choose/lines/choose_lines.cuh"
 #include "tessera/prefill/covering_lines.hpp"
 
-namespace gpu_bench {
+namespace gpu_bench::of_lines {
 namespace {
 
 constexpr double period = 4096;
@@ -184,4 +184,4 @@ const int registered = [] {
 }();
 
 }  // namespace
-}  // namespace gpu_bench
+}  // namespace gpu_bench::of_lines

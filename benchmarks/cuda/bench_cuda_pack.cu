@@ -3,7 +3,7 @@
 #include "tessera/backend/cuda/store/append.cuh"
 #include "tessera/backend/cuda/store/pack.cuh"
 
-namespace gpu_bench {
+namespace gpu_bench::of_pack {
 namespace {
 
 using view_type = kv_view<bf16, head_dim>;
@@ -103,4 +103,4 @@ const int registered = [] {
 }();
 
 }  // namespace
-}  // namespace gpu_bench
+}  // namespace gpu_bench::of_pack

@@ -4,7 +4,7 @@
 #include "tessera/backend/cuda/store/packed/detail/encode_rows.cuh"
 #include "tessera/backend/cuda/store/packed/detail/find_bases.cuh"
 
-namespace gpu_bench {
+namespace gpu_bench::of_packed {
 namespace {
 
 using whole_view = kv_view<const bf16, head_dim>;
@@ -265,4 +265,4 @@ const int registered = [] {
 }();
 
 }  // namespace
-}  // namespace gpu_bench
+}  // namespace gpu_bench::of_packed

@@ -6,7 +6,7 @@
 #include "tessera/backend/cuda/store/append.cuh"
 #include "tessera/methods/rocketkv.hpp"
 
-namespace gpu_bench {
+namespace gpu_bench::of_pages {
 namespace {
 
 using method = rocketkv<bf16, head_dim>;
@@ -147,4 +147,4 @@ const int registered = [] {
 }();
 
 }  // namespace
-}  // namespace gpu_bench
+}  // namespace gpu_bench::of_pages

@@ -3,7 +3,7 @@
 
 #include "tessera/backend/cuda/attend/prefill/prefill_attention.cuh"
 
-namespace gpu_bench {
+namespace gpu_bench::of_prefill {
 namespace {
 
 prepared prefill(index_t tokens) {
@@ -56,4 +56,4 @@ const int registered = [] {
 }();
 
 }  // namespace
-}  // namespace gpu_bench
+}  // namespace gpu_bench::of_prefill

@@ -12,7 +12,7 @@
 #include "tessera/methods/tangram.hpp"
 #include "tessera/scorer/position.hpp"
 
-namespace gpu_bench {
+namespace gpu_bench::of_ragged {
 namespace {
 
 constexpr index_t page = 16;
@@ -188,8 +188,10 @@ const int registered = [] {
 }();
 
 }  // namespace
+}  // namespace gpu_bench::of_ragged
 
-void write_flat_table(const std::string& folder) {
+void gpu_bench::write_flat_table(const std::string& folder) {
+  using namespace of_ragged;
   constexpr index_t tokens = 3001, chunk = 512;
   static const shares_of_heads shares = kinds[0].second;
   tangram<bf16, head_dim> recipe;
@@ -257,5 +259,3 @@ void write_flat_table(const std::string& folder) {
         .write(reinterpret_cast<const char*>(numbers->data()), std::streamsize(numbers->size() * sizeof(index_t)));
   }
 }
-
-}  // namespace gpu_bench

@@ -9,7 +9,7 @@
 #include "tessera/budget/uniform.hpp"
 #include "tessera/scorer/observation_window.hpp"
 
-namespace gpu_bench {
+namespace gpu_bench::of_scoring {
 namespace {
 
 constexpr index_t window = 32;
@@ -128,4 +128,4 @@ const int registered = [] {
 }();
 
 }  // namespace
-}  // namespace gpu_bench
+}  // namespace gpu_bench::of_scoring

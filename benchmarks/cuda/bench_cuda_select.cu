@@ -4,7 +4,7 @@
 #include "tessera/selector/top_blocks.hpp"
 #include "tessera/selector/top_tokens.hpp"
 
-namespace gpu_bench {
+namespace gpu_bench::of_select {
 namespace {
 
 template <class Selector>
@@ -50,4 +50,4 @@ const int registered = [] {
 }();
 
 }  // namespace
-}  // namespace gpu_bench
+}  // namespace gpu_bench::of_select

@@ -9,14 +9,15 @@ import sys
 
 # Which layers each layer may include, besides itself. The most specific name wins ("backend/cpu" before "backend").
 AXES = ["scorer", "budget", "selector", "scope", "channels", "layout", "prefill", "attention", "schedule"]  # never include each other
-RECIPE = ["stages.hpp", "recipe_checks.hpp", "recipe.hpp", "planned.hpp"]
+RECIPE = ["stage_facts.hpp", "stages.hpp", "recipe_checks.hpp", "recipe.hpp", "planned.hpp"]
 BELOW_AXES = ["core", "math", "concepts"]
 MAY_INCLUDE = {
     "core":         [],
     "math":         ["core"],
     "concepts":     ["core", "math"],
     **{axis: BELOW_AXES for axis in AXES},
-    "stages.hpp":   BELOW_AXES + ["scope"],  # the scope of a stage that names none
+    "stage_facts.hpp": BELOW_AXES,
+    "stages.hpp":   BELOW_AXES + ["stage_facts.hpp", "scope"],  # the scope of a stage that names none
     "recipe_checks.hpp": BELOW_AXES + ["stages.hpp"],
     "recipe.hpp":   BELOW_AXES + ["stages.hpp", "recipe_checks.hpp", "prefill"],  # of a recipe that names no prefill
     "planned.hpp":  BELOW_AXES + RECIPE,

@@ -11,11 +11,13 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import unittest.mock
 
 sys.dont_write_bytecode = True  # a test leaves nothing in the source tree
 import compile_fail
 import docs
 import forbidden_text
+import format as source_format
 import layers
 import new_method
 import mirrors
@@ -56,6 +58,28 @@ class Checks(unittest.TestCase):
         code, output = self.outcome(check, files)
         self.assertEqual(code, 1, output)
         self.assertIn(sentence, output)
+
+    def test_sources_are_as_clang_format_writes_them(self):
+        with tempfile.TemporaryDirectory() as venv:
+            program = pathlib.Path(venv, "bin", "clang-format")
+            program.parent.mkdir()
+
+            def check(root):
+                return source_format.main(root, venv)
+
+            def write_program(version):  # it joins spaces
+                program.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo version {version} && exit\ntr -s " " <"$2"\n')
+                program.chmod(0o755)
+
+            source = {"include/tessera/a.hpp": "int  a;\n"}
+            write_program(source_format.VERSION)
+            self.assert_passes(check, {"include/tessera/a.hpp": "int a;\n", "docs/a.hpp": "int  a;\n"})
+            self.assert_fails(check, source, "include/tessera/a.hpp: clang-format writes this file in another way")
+            write_program("1.2.3")
+            with unittest.mock.patch.object(source_format.shutil, "which", return_value=None):
+                code, output = self.outcome(check, source)
+            self.assertEqual(code, 77, output)
+            self.assertIn("is not installed; pip install clang-format==", output)
 
     def layer_case(self, header, text):
         good = {"core/a.hpp": "", "math/a.hpp": "", "scorer/a.hpp": "", "budget/a.hpp": "",

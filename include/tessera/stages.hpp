@@ -16,6 +16,7 @@
 #include "core/error.hpp"
 #include "core/parameters.hpp"
 #include "scope/per_head.hpp"
+#include "stage_facts.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -56,54 +57,19 @@ constexpr bool check_first_stage() {
   return true;
 }
 
-/// The budget that allots tokens once a plan has been made.
-template <class Budget>
-struct planned_budget {
-  using type = Budget;
-};
-template <planning_budget Budget>
-struct planned_budget<Budget> {
-  using type = decltype(std::declval<const Budget>().planned(stage_plan{}));
-};
-
 }  // namespace detail
 
 /// The common part of `retain` and `filter`: a scorer ranks, a budget counts, a selector chooses, for the heads of a
 /// scope.
 template <class Scorer, class Budget, class Selector, class Scope = per_head>
-struct choosing_stage {
+struct choosing_stage : first_stage_facts<Scorer, Budget, Selector, Scope> {
+  using facts = first_stage_facts<Scorer, Budget, Selector, Scope>;
+  using facts::observed, facts::plans;
   static_assert(detail::check_first_stage<Scorer, Budget, Selector, Scope>());
   using scorer_type = Scorer;
   using budget_type = Budget;
   using selector_type = Selector;
   using scope_type = Scope;
-  static constexpr bool chooses = true;
-  static constexpr bool host_only =
-      !runs_on_devices<Scorer, Budget, typename detail::planned_budget<Budget>::type, Selector, Scope>;
-  /// Whether a prompt needs the boundaries of its segments, and stored tokens a column of segments.
-  static constexpr bool needs_segments = segment_scorer<Scorer> || segment_selector<Selector>;
-  /// Whether the budget gives shares of a turn's new tokens.
-  static constexpr bool shares = share_budget<typename detail::planned_budget<Budget>::type>;
-  /// Whether layers may reuse the choice of another one.
-  static constexpr bool reuses = reusing_scope<Scope>;
-  /// Whether one threshold holds for all layers.
-  static constexpr bool over_model = model_scope<Scope>;
-  /// Whether an engine must pass a prompt through the model once more before it ends.
-  static constexpr bool rereads = Scorer::observed == observes::rereading;
-  /// Whether the query heads of a group may choose apart.
-  static constexpr bool splits = splitting_scope<Scope>;
-  /// What the scorer observes.
-  static constexpr observes observed = Scorer::observed;
-  /// Whether its window includes queries of decode steps.
-  static constexpr bool follows = following_scorer<Scorer>;
-  /// Whether the scorer turns queries back: the model must say its rope_frequencies.
-  static constexpr bool needs_rope = statistical_scorer<Scorer>;
-  /// Whether one token budget is split over both stages.
-  static constexpr bool plans = planning_budget<Budget>;
-  static constexpr value_range<index_t> budgets = [] {
-    if constexpr (requires { Budget::budgets; }) return Budget::budgets;
-    return token_budgets;
-  }();
 
   Scorer scorer{};
   Budget budget{};
@@ -158,7 +124,8 @@ struct choosing_stage {
   /// The stage with the budget that `plan` gives it.
   auto planned(const stage_plan& plan) const {
     const auto with = [&](const auto& one) {
-      return choosing_stage<Scorer, std::remove_cvref_t<decltype(one)>, Selector, Scope>{scorer, one, selector, scope};
+      return choosing_stage<Scorer, std::remove_cvref_t<decltype(one)>, Selector, Scope>{
+          {}, scorer, one, selector, scope};
     };
     const auto fitted = [&](const auto& one) {
       if constexpr (requires { one.fitted(plan.prompt); }) {
@@ -194,7 +161,6 @@ struct choosing_stage {
 template <class Scorer, class Budget, class Selector, class Scope = per_head>
 struct retain : choosing_stage<Scorer, Budget, Selector, Scope> {
   static constexpr bool drops = true;
-  /// Whether tokens that were chosen stay when more of a prompt comes.
   static constexpr bool settles = choosing_stage<Scorer, Budget, Selector, Scope>::shares;
   template <class Visit>
   static void policies(Visit&& visit) {
@@ -206,7 +172,6 @@ struct retain : choosing_stage<Scorer, Budget, Selector, Scope> {
 /// all of it. Tokens that are decoded in the turn are candidates too.
 template <class Scorer, class Budget, class Selector, class Scope = per_head>
 struct filter : choosing_stage<Scorer, Budget, Selector, Scope> {
-  static constexpr bool drops = false, settles = false;
   template <class Visit>
   static void policies(Visit&& visit) {
     choosing_stage<Scorer, Budget, Selector, Scope>::policies("filter scorer", visit);
@@ -214,12 +179,7 @@ struct filter : choosing_stage<Scorer, Budget, Selector, Scope> {
 };
 
 /// Everything stays, and steps may read all of it.
-struct retain_all {
-  static constexpr bool chooses = false, drops = false, plans = false, needs_segments = false, reuses = false,
-                        splits = false, follows = false, settles = false, needs_rope = false, over_model = false,
-                        rereads = false;
-  static constexpr observes observed = observes::nothing;
-  static constexpr value_range<index_t> budgets{0, 0};
+struct retain_all : first_stage_facts<> {
   index_t* tokens() const { return nullptr; }
   index_t queries_needed(index_t) const { return 0; }
   static std::string observer() { return ""; }
@@ -262,7 +222,9 @@ index_t reading_members([[maybe_unused]] const Stage& first, [[maybe_unused]] in
 /// Chooses the tokens that one decode step reads: a scorer ranks stored tokens by the step's queries, a selector
 /// chooses `tokens` of them.
 template <class Scorer, class Selector>
-struct retrieve {
+struct retrieve : second_stage_facts<Scorer, Selector> {
+  using facts = second_stage_facts<Scorer, Selector>;
+  using facts::budgets, facts::estimates;
   static_assert(check_scorer<Scorer>() && check_selector<Selector>());
   static_assert(has_parameters<Scorer> && has_parameters<Selector>,
                 "tessera: a policy must show its run-time parameters: static void parameters(self, visit)");
@@ -272,13 +234,6 @@ struct retrieve {
                 "tessera: whole pages need a scorer that scores pages; choose tokens or blocks");
   using scorer_type = Scorer;
   using selector_type = Selector;
-  static constexpr bool retrieves = true;
-  static constexpr bool host_only = !runs_on_devices<Scorer, Selector>;
-  /// Whether steps, and then prompts too, need the boundaries of their segments.
-  static constexpr bool needs_segments = segment_mean_scorer<Scorer>;
-  /// Whether `tokens` also pay for an estimate of the keys, in pages: then a step attends half of them.
-  static constexpr bool estimates = paged_scorer<Scorer>;
-  static constexpr value_range<index_t> budgets = estimates ? estimating_budgets : token_budgets;
   static constexpr value_range<index_t> answers{0, max_tokens};
 
   Scorer scorer{};
@@ -353,9 +308,7 @@ struct retrieve {
 };
 
 /// Every step reads everything that it may.
-struct retrieve_all {
-  static constexpr bool retrieves = false, estimates = false, needs_segments = false;
-  static constexpr value_range<index_t> budgets{0, 0};
+struct retrieve_all : second_stage_facts<> {
   index_t tokens = 0;  ///< none: nothing is chosen
   index_t attends() const { return 0; }
   static index_t attended_of(index_t) { return 0; }

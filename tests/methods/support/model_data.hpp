@@ -4,6 +4,7 @@
 #include "any_cache.hpp"
 #include "support/oracle.hpp"
 #include "support/random.hpp"
+#include "support/shrink/shrink_shape.hpp"
 
 namespace methods_test {
 
@@ -24,6 +25,21 @@ struct model_data {
     k = distinct > 0 ? support::repeated_rows(random, rows, dim, distinct)
                      : support::normals(random, std::size_t(rows * dim));
     v = support::normals(random, std::size_t(rows * dim));
+  }
+
+  /// The rows of some layers and heads of `whole` alone.
+  model_data(const model_data& whole, const support::shape_parts& parts)
+      : shape(parts.shape(whole.shape)), tokens(whole.tokens) {
+    const auto add = [](std::vector<float>& to, const float* row) { to.insert(to.end(), row, row + dim); };
+    for (const index_t layer : parts.layers) {
+      for (index_t token = 0; token < tokens; ++token) {
+        for (const index_t head : parts.kv_heads) {
+          add(k, whole.key(layer, token, head));
+          add(v, whole.value(layer, token, head));
+          for (const index_t member : parts.members) add(q, whole.query(layer, token, head * whole.group() + member));
+        }
+      }
+    }
   }
 
   index_t group() const { return shape.q_heads / shape.kv_heads; }

@@ -1,6 +1,7 @@
 // What a first stage chooses from, on both backends.
 #pragma once
 
+#include "../error.hpp"
 #include "../logit_rule.hpp"
 #include "../prompt/prompt_reach.hpp"
 #include "../prompt/query_statistics.hpp"
@@ -42,5 +43,13 @@ struct choose_problem {
   const float* rope_frequencies = nullptr;  ///< [k_dim / 2], for a scorer of statistics
   const index_t* counts = nullptr;          ///< [kv_heads] of one sequence: tokens to keep, in place of the budget's
 };
+
+/// Throws tessera::error where a scorer of a window has no queries: the earliest tokens would stay. The CPU asks where
+/// anything is stored. The device's host cannot see that, and asks always.
+template <class View, class E>
+void require_queries(const choose_problem<View, E>& p) {
+  require(p.q.tokens > 0, "queries", "none", "the last ones of each prompt, which this scorer observes",
+          "set q and first_position");
+}
 
 TESSERA_NAMESPACE_END

@@ -92,7 +92,8 @@ TEST_CASE("choose_kept under uniform, pyramid and adaptive budgets keeps exactly
     };
     CAPTURE(i, budget, tail, layer, layers, scorer.pool);
     compare_with_definition(
-        choosing_stage<observation_window, uniform, top_tokens>{scorer, {.tokens = budget}, {}}, heads, tail, layer, layers,
+        choosing_stage<observation_window, uniform, top_tokens>{{}, scorer, {.tokens = budget}, {}}, heads, tail, layer,
+        layers,
         [&](const auto&, std::vector<index_t> n) {
           for (auto& count : n) count = std::min(count, budget);
           return n;
@@ -100,7 +101,7 @@ TEST_CASE("choose_kept under uniform, pyramid and adaptive budgets keeps exactly
         tokens);
     const pyramid falling{.tokens = budget, .beta = random.between(1, 25)};
     compare_with_definition(
-        choosing_stage<observation_window, pyramid, top_tokens>{scorer, falling, {}}, heads, tail, layer, layers,
+        choosing_stage<observation_window, pyramid, top_tokens>{{}, scorer, falling, {}}, heads, tail, layer, layers,
         [&](const auto&, std::vector<index_t> n) {
           for (auto& count : n) count = oracle::pyramid_count(layer, layers, budget, falling.beta, tail, count);
           return n;
@@ -108,7 +109,8 @@ TEST_CASE("choose_kept under uniform, pyramid and adaptive budgets keeps exactly
         tokens);
     const index_t floor = random.pick({0, 200, 500, 1000});
     compare_with_definition(
-        choosing_stage<observation_window, adaptive, top_tokens>{scorer, {.tokens = budget, .floor = float(floor) / 1000}, {}},
+        choosing_stage<observation_window, adaptive, top_tokens>{
+            {}, scorer, {.tokens = budget, .floor = float(floor) / 1000}, {}},
         heads, tail, layer, layers,
         [&](const auto& candidates, const std::vector<index_t>& n) {
           return oracle::adaptive_counts(candidates, n, budget, tail, floor);
@@ -123,7 +125,8 @@ TEST_CASE("choose_kept in blocks keeps exactly what the definition says") {
     const auto heads = random_heads(random);
     const index_t budget = random.between(1, 60), tail = random.between(0, budget), block = random.pick({1, 2, 5, 16});
     compare_with_definition(
-        choosing_stage<accumulated_attention, uniform, top_blocks>{{}, {.tokens = budget}, {.block = block}}, heads, tail, 0, 1,
+        choosing_stage<accumulated_attention, uniform, top_blocks>{{}, {}, {.tokens = budget}, {.block = block}}, heads,
+        tail, 0, 1,
         [&](const auto&, std::vector<index_t> n) {
           for (auto& count : n) count = std::min(count, budget);
           return n;
@@ -136,7 +139,7 @@ TEST_CASE("choose_kept by hand: a pooled plateau goes to its first tokens, the w
   const support::owned_scores raw({{0, 0, 9, 0, 0, 1, 0, 0, /*window*/ 0, 0}});
   selection kept;
   cpu::retain_workspace workspace;
-  const choosing_stage<observation_window, uniform, top_tokens> policy{{.window = 2, .pool = 3}, {.tokens = 6}, {}};
+  const choosing_stage<observation_window, uniform, top_tokens> policy{{}, {.window = 2, .pool = 3}, {.tokens = 6}, {}};
   cpu::choose_kept(policy, raw.view(2), kept, workspace);
   CHECK(rows_of(kept) == std::vector<std::vector<index_t>>{{1, 2, 3, 4, 8, 9}});
 }

@@ -1,4 +1,6 @@
 // What the host refuses of an engine's calls to the device, and rows by id.
+#include <tessera/backend/cpu/choose/score_and_choose.hpp>
+
 #include "backend/cuda/device.hpp"
 #include "tessera/backend/cuda/choose/score_and_choose.cuh"
 #include "tessera/backend/cuda/store/append.cuh"
@@ -8,6 +10,7 @@
 #include "tessera/backend/cuda/store/virtual_blocks.cuh"
 #include "tessera/budget/uniform.hpp"
 #include "tessera/scorer/accumulated_attention.hpp"
+#include "tessera/scorer/observation_window.hpp"
 #include "tessera/selector/top_tokens.hpp"
 
 using namespace tessera;
@@ -30,6 +33,31 @@ TEST_CASE("rows by id are gathered on the device and go back", "[gpu]") {
     cuda::scatter_rows(rows.data, d_ids.data, index_t(ids.size()), width, d_by_id.data, nullptr);
     REQUIRE(d_by_id.get() == by_id);
   }
+}
+
+TEST_CASE("a scorer of a window without queries is refused on both backends in the same sentence", "[gpu]") {
+  using view = kv_view<bf16, 64, ragged>;
+  const retain<observation_window, uniform, top_tokens> policy;
+  const index_t position = 20, length = 20;
+  const offset_t begin = 0;
+  std::vector<bf16> rows(20 * 64);
+  choose_problem<view, bf16> p;
+  p.view.k = rows.data(), p.view.v = rows.data();
+  p.view.k_strides = p.view.v_strides = {0, 0, 64, 1};
+  p.view.sequences = p.view.kv_heads = 1;
+  p.view.lengths = &length;
+  p.view.table.begin = &begin;
+  p.first_position = &position;
+  const std::string sentence =
+      "queries is none; expected the last ones of each prompt, which this scorer observes; set q and first_position";
+  selection kept;
+  cpu::choose_workspace<64> workspace;
+  cpu::executor workers(1);
+  CHECK_THROWS_WITH(cpu::score_and_choose(policy, p, kept, workspace, workers), contains(sentence));
+  if (gpu_missing()) return;
+  const cuda::score_and_choose<view, std::remove_const_t<decltype(policy)>> choose(policy, {1, 1, 1, 1, 20, 20},
+                                                                                   cuda::device_info::current());
+  CHECK_THROWS_WITH(choose.run(policy, p, nullptr, nullptr), contains(sentence));
 }
 
 TEST_CASE("what the host can know of an engine's call is refused on the device", "[gpu]") {

@@ -11,6 +11,7 @@
 #include "methods/support/conversation.hpp"
 #include "reference.hpp"
 #include "support/shrink/shortest_failure.hpp"
+#include "support/shrink/shrink_shape.hpp"
 
 namespace methods_test {
 
@@ -229,14 +230,22 @@ struct simpler_turns {
 inline std::string wrong_of(const conversation_setup& setup, const std::vector<turn>& turns, tally& counts) {
   const auto found = support::failure_of([&] { run_conversation(setup, turns, counts); });
   if (!found) return {};
-  const auto replay = [&](const std::vector<turn>& list) {
+  const auto run_with = [&](const model_data& data, const std::vector<turn>& list) {
     tally unused;
-    return support::failure_of([&] { run_conversation(setup, list, unused); });
+    return support::failure_of([&] { run_conversation({setup.chosen, data, setup.workers}, list, unused); });
   };
+  // The model first: each try of the turns then takes less time.
+  const auto parts = support::fewest_parts(setup.data.shape, [&](const support::shape_parts& some) {
+    const auto broken = run_with(model_data(setup.data, some), turns);
+    return broken && broken->rule == found->rule;
+  });
+  const model_data data(setup.data, parts);
+  const auto replay = [&](const std::vector<turn>& list) { return run_with(data, list); };
   const auto as_code = [](const turn& now) {  // the initializer of a turn
     return "{" + std::to_string(now.prompt) + ", " + listed(now.steps) + ", " + listed(now.chunks) + "},";
   };
-  std::cout << support::shortest_failure(turns, *found, replay, as_code, simpler_turns{}) << std::flush;
+  std::cout << support::shortest_failure(turns, *found, replay, as_code, simpler_turns{}) << "with " << parts.text()
+            << std::endl;
   return found->rule;
 }
 

@@ -57,8 +57,7 @@ void check_choose(const choose_problem<View, E>& p) {
   require_pages(p.view, p.pool);
   require_ascending(p.view);
   for (index_t row = 0; by_queries && p.q.tokens <= 0 && row < p.view.sequences * p.view.kv_heads; ++row) {
-    require(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads) == 0, "queries", "none",
-            "the last ones of each prompt, which this scorer observes", "set q and first_position");
+    if (p.view.length(row / p.view.kv_heads, row % p.view.kv_heads) > 0) require_queries(p);
   }
   for (index_t row = 0; by_scores && !p.scores.data && row < p.view.sequences * p.view.kv_heads; ++row) {
     require(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads) == 0, "scores", "null",

@@ -185,6 +185,7 @@ class score_and_choose {
       require(p.first_position != nullptr, "first_position", "null", "a position for each sequence",
               "say where the queries, or the next tokens, are");
     }
+    if constexpr (observed == observes::window) require_queries(p);
     if constexpr (observed == observes::statistics) {
       require(p.statistics && p.rope_frequencies, "statistics and rope_frequencies", "null",
               "what the prompt's queries are like, and how RoPE turns them", "add them up: cuda::query_sums");

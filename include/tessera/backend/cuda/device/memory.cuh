@@ -1,8 +1,6 @@
-// Device memory with an owner, and the rows that all layers and sequences of a cache share.
+// Device memory with an owner, scratch that is made when it is needed, and copies of device memory.
 #pragma once
 
-#include <algorithm>
-#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -154,57 +152,6 @@ template <class T>
 void copy_on_device(T* to, const T* from, std::size_t count, cudaStream_t stream) {
   check(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
 }
-
-/// Runs of rows, allocated and released on the host: first fit, neighbours join.
-class row_spans {
- public:
-  /// `what` names the rows in errors; `cure` says what helps where there are too few.
-  row_spans(offset_t rows, const char* what, const char* cure) : rows_(rows), what_(what), cure_(cure) {
-    if (rows > 0) free_[0] = rows;
-  }
-
-  /// First row of a run of `count` rows. Errors: no run is long enough.
-  offset_t allocate(offset_t count) {
-    if (count == 0) return 0;
-    const auto found = std::find_if(free_.begin(), free_.end(), [&](const auto& run) { return run.second >= count; });
-    if (found == free_.end()) {
-      offset_t longest = 0;
-      for (const auto& run : free_) longest = (std::max)(longest, run.second);
-      fail(what_, std::to_string(count) + " more",
-           "the longest free run, which is " + std::to_string(longest) + " of " + std::to_string(rows_), cure_);
-    }
-    const auto [first, length] = *found;
-    free_.erase(found);
-    if (length > count) free_[first + count] = length - count;
-    used_ += count;
-    return first;
-  }
-
-  void release(offset_t first, offset_t count) {
-    if (count == 0) return;
-    used_ -= count;
-    auto next = free_.lower_bound(first);
-    if (next != free_.end() && next->first == first + count) {
-      count += next->second;
-      next = free_.erase(next);
-    }
-    if (next != free_.begin()) {
-      const auto previous = std::prev(next);
-      if (previous->first + previous->second == first) {
-        previous->second += count;
-        return;
-      }
-    }
-    free_[first] = count;
-  }
-
-  offset_t used() const { return used_; }
-
- private:
-  offset_t rows_, used_ = 0;
-  const char *what_, *cure_;
-  std::map<offset_t, offset_t> free_;  // first row, count
-};
 
 }  // namespace cuda
 TESSERA_NAMESPACE_END
