@@ -170,8 +170,9 @@ class score_and_choose {
             "sequences and kv_heads", std::to_string(p.view.sequences) + " and " + std::to_string(p.view.kv_heads),
             "1 to " + std::to_string(limits_.sequences) + " and " + std::to_string(limits_.kv_heads),
             "construct score_and_choose for the largest batch");
-    require(p.layers >= 1 && p.layer >= 0 && p.layer < p.layers, "layer", p.layer, "0 to layers - 1",
-            "pass which layer of how many is asked about");
+    constexpr bool by_statistics = observed == observes::statistics;
+    p.check(!beside_tokens && (observed == observes::window || by_statistics || positional_scorer<scorer>),
+            by_statistics);
     if constexpr (beside_tokens) {
       require(p.scores.data != nullptr, "scores", "null", "one for every stored slot",
               "accumulate them beside the tokens");
@@ -180,17 +181,9 @@ class score_and_choose {
           "sequence stride of the scores", p.scores.sequence_stride,
           "kv_heads rows, " + std::to_string(p.scores.head_stride * p.view.kv_heads),
           "keep them as [sequences, kv_heads, slots], or pass where each row begins");
-    } else if constexpr (observed == observes::window || observed == observes::statistics ||
-                         positional_scorer<scorer>) {
-      require(p.first_position != nullptr, "first_position", "null", "a position for each sequence",
-              "say where the queries, or the next tokens, are");
     }
-    if constexpr (observed == observes::statistics) {
-      require(p.statistics && p.rope_frequencies, "statistics and rope_frequencies", "null",
-              "what the prompt's queries are like, and how RoPE turns them", "add them up: cuda::query_sums");
-      require(p.q.heads == limits_.q_heads, "query heads of the statistics", p.q.heads, std::to_string(limits_.q_heads),
-              "set q.heads");
-    }
+    require(!by_statistics || p.q.heads == limits_.q_heads, "query heads of the statistics", p.q.heads,
+            std::to_string(limits_.q_heads), "set q.heads");
     require(!Policy::needs_segments || p.segments.data, "segments", "null",
             "which segment of the text every stored slot belongs to", "keep them beside the tokens: cuda::append");
     require(!p.reach || length_budget<typename Policy::budget_type>, "reach", "given",
@@ -237,7 +230,7 @@ class score_and_choose {
   std::size_t score_at() const { return settled_at() + array_bytes<index_t>(rows() * 2); }
   std::size_t choose_at() const {
     return score_at() + padded((std::max)({score_.workspace_bytes(), stored_.workspace_bytes(),
-                                         expected_.workspace_bytes(), factor_.workspace_bytes()}));
+                                           expected_.workspace_bytes(), factor_.workspace_bytes()}));
   }
 
   choose_limits limits_;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "../../../core/model_shape.hpp"
 #include "../device/check.cuh"
 #include "../device/launch.cuh"
 #include "../device/tuning.cuh"
@@ -78,10 +79,7 @@ class attentive_score {
             std::to_string(p.view.sequences) + " sequences, " + std::to_string(p.q.heads) + " q_heads, " +
                 std::to_string(p.q.tokens) + " queries",
             "at most what this object was made for", "make one object for the largest batch");
-    require(!p.lse.data || (p.lse.sequences == p.q.sequences && p.lse.tokens == p.q.tokens && p.lse.heads == q_heads_),
-            "rows of lse", offset_t(p.lse.sequences) * p.lse.tokens * p.lse.heads,
-            "those of q, " + std::to_string(offset_t(p.q.sequences) * p.q.tokens * q_heads_),
-            "pass one log-sum-exp for every query row, or none");
+    if (p.lse.data) require_same_shape("shape of lse", p.lse, p.q);
     require(!p.lse_complete || p.lse.data || p.q.tokens == 0, "lse", "null", "every row's, where lse_complete says so",
             "pass the log-sum-exps, or leave lse_complete out");
     require(p.q.data || p.q.tokens == 0 || p.view.sequences == 0, "memory of q", "null", "memory behind it",

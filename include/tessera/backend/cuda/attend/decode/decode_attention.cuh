@@ -162,14 +162,11 @@ class decode_attention {
     require_dim(p.out, View::v_dim, "out");
     require(p.q.sequences == p.view.sequences, "sequences of q", p.q.sequences, "those of the view",
             "pass queries for every sequence of the view");
-    const auto as_q = [&p](const auto& rows) {
-      return rows.sequences == p.q.sequences && rows.tokens == p.q.tokens && rows.heads == p.q.heads;
-    };
-    require(as_q(p.out) && (!p.lse.data || as_q(p.lse)), "shape of out and lse", "another", "that of q",
-            "give every query row its output, and its log-sum-exp or none");
     if (p.q.tokens == 0) return;
-    require(p.view.k && p.view.v && p.view.lengths && p.q.data && p.out.data && p.first_position,
-            "memory of the problem", "null", "keys, values, lengths, q, out and first_position", "pass device memory");
+    require_same_shape("out", p.out, p.q);
+    if (p.lse.data) require_same_shape("lse", p.lse, p.q);
+    require(p.view.k && p.view.v && p.view.lengths && p.q.data && p.first_position, "memory of the problem", "null",
+            "keys, values, lengths, q and first_position", "pass device memory");
   }
 
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.

@@ -99,7 +99,7 @@ class line_attention {
             "make tables for every position up to the chunk's last");
     require(lines.slash && lines.vertical && lines.columns && lines.column_counts, "lines", "null",
             "slash, vertical, columns and column_counts", "pass device memory");
-    detail::require_aligned("workspace", workspace, 16);
+    require_aligned("workspace", workspace, 16);
     watch_order(problem.view, stream);
     const bool on_hopper = threads_ != kernel::threads;
     const detail::prefill_parts parts =
@@ -108,7 +108,7 @@ class line_attention {
     detail::line_argument argument{lines, {}, 0};
     if (on_hopper) {
       maps = map_rows_of(problem.view, kernel::chunk_slots);
-      detail::require_aligned("columns", columns.data, 16);
+      require_aligned("columns", columns.data, 16);
       detail::gather_columns<View, hopper_tile>(problem.view, q_heads_, columns, argument, stream);
     }
     const index_t grid = on_hopper ? (std::min)(parts.items, resident_blocks_) : parts.items;

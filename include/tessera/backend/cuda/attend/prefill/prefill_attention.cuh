@@ -6,6 +6,7 @@
 #include <string>
 
 #include "../../../../core/model_shape.hpp"
+#include "../../device/alignment.cuh"
 #include "../../device/check.cuh"
 #include "../../device/tuning.cuh"
 #include "../../store/slot_order.cuh"
@@ -20,27 +21,6 @@ namespace cuda {
 
 namespace detail {
 
-template <class A, class B>
-bool same_rows(const rows_view<A>& a, const rows_view<B>& b) {
-  return a.sequences == b.sequences && a.tokens == b.tokens && a.heads == b.heads;
-}
-template <class A>
-std::string text_of_shape(const rows_view<A>& a) {
-  return "[" + std::to_string(a.sequences) + ", " + std::to_string(a.tokens) + ", " + std::to_string(a.heads) + "]";
-}
-inline void require_aligned(const char* what, const void* data, std::size_t bytes) {
-  require(reinterpret_cast<std::uintptr_t>(data) % bytes == 0, std::string("address of ") + what, data,
-          "a multiple of " + std::to_string(bytes) + " bytes", "align the memory");
-}
-inline void require_prefill_rows(const char* what, const void* data, const row_strides& strides) {
-  require_aligned(what, data, 16);
-  const offset_t each[] = {strides.outer, strides.head, strides.token};
-  for (const offset_t stride : each) {
-    require(stride % 8 == 0, std::string("a stride of ") + what, stride, "a multiple of 8 elements (16 bytes)",
-            "pad the rows");
-  }
-}
-
 /// Throws unless everything fits together. Returns how many blocks of `block_rows` query rows to launch; a block has
 /// the rows of `group` query heads.
 template <class View, class Out>
@@ -51,13 +31,13 @@ index_t check_prefill(const prefill_problem<View, Out>& p, index_t sequences, in
   require(p.view.kv_heads == kv_heads, "view.kv_heads", p.view.kv_heads, std::to_string(kv_heads),
           "pass the model that the operation was made for");
   require(p.q.sequences == sequences && p.q.heads == q_heads && p.q.tokens >= 0, "q [sequences, tokens, q_heads]",
-          text_of_shape(p.q), "[" + std::to_string(sequences) + ", any, " + std::to_string(q_heads) + "]",
+          shape_text(p.q), "[" + std::to_string(sequences) + ", any, " + std::to_string(q_heads) + "]",
           "pass one row per sequence, token and query head");
-  require(same_rows(p.out, p.q), "out [sequences, tokens, q_heads]", text_of_shape(p.out), text_of_shape(p.q),
+  require(same_shape(p.out, p.q), "out [sequences, tokens, q_heads]", shape_text(p.out), shape_text(p.q),
           "give out the shape of q");
   require(!p.lse.data || (p.lse.sequences == p.q.sequences && p.lse.heads == p.q.heads && p.lse.tokens >= 0 &&
                           p.lse.tokens <= p.q.tokens),
-          "lse [sequences, tokens, q_heads]", text_of_shape(p.lse), text_of_shape(p.q) + ", or of fewer tokens",
+          "lse [sequences, tokens, q_heads]", shape_text(p.lse), shape_text(p.q) + ", or of fewer tokens",
           "give lse the shape of q or of its newest tokens, or no data");
   require_dim(p.q, View::k_dim, "q");
   require_dim(p.out, View::v_dim, "out");
@@ -72,15 +52,11 @@ index_t check_prefill(const prefill_problem<View, Out>& p, index_t sequences, in
             "point the view at the scales of its rows");
   }
   if constexpr (View::is_raw) {
-    require_prefill_rows("keys", p.view.k, p.view.k_strides);
-    require_prefill_rows("values", p.view.v, p.view.v_strides);
+    require_rows_on_16_bytes("keys", p.view.k, p.view.k_strides);
+    require_rows_on_16_bytes("values", p.view.v, p.view.v_strides);
   }
-  require_prefill_rows("q", p.q.data, row_strides{p.q.sequence_stride, p.q.head_stride, p.q.token_stride, 1});
-  require_aligned("out", p.out.data, 2 * sizeof(Out));
-  const offset_t strides[] = {p.out.sequence_stride, p.out.token_stride, p.out.head_stride};
-  for (const offset_t stride : strides) {
-    require(stride % 2 == 0, "a stride of out", stride, "an even number", "pad the rows");
-  }
+  require_rows_on_16_bytes("q", p.q);
+  require_aligned_rows("out", p.out, 2);
   const offset_t rows = offset_t(p.q.tokens) * group;
   const offset_t blocks = (rows + block_rows - 1) / block_rows * (offset_t(sequences) * (q_heads / group));
   constexpr offset_t most = (std::numeric_limits<index_t>::max)();
@@ -201,7 +177,7 @@ class prefill_attention {
     const index_t blocks =
         detail::check_prefill(problem, sequences_, kv_heads_, q_heads_, q_heads_ / kv_heads_, kernel::block_rows);
     if (blocks == 0) return;
-    detail::require_aligned("workspace", workspace, 16);
+    require_aligned("workspace", workspace, 16);
     watch_order(problem.view, stream);
     const bool on_hopper = threads_ != kernel::threads;
     const detail::prefill_parts parts =
