@@ -16,16 +16,9 @@ namespace detail {
 /// Divides a row by its softmax sum, sink logit included (null: no sink), and writes output and log-sum-exp.
 template <int Dv>
 void finish_row(const float* sink, softmax_state state, const float* from, float* out, float* lse) {
-  float scale = 1;
-  if (sink && state.sum == state.sum) {  // NaN alone has no maximum: the sink must not hide it
-    const float before = state.max;
-    state.merge({*sink, 1.0f});
-    scale = before == -infinity ? 0.0f : std::exp(before - state.max);
-  }
-  const bool seen = !(state.sum == 0);  // a NaN sum counts as seen: it must show
-  const float factor = seen ? scale / state.sum : 0.0f;
+  const float factor = state.close(sink, 0);
   for (int d = 0; d < Dv; ++d) out[d] = from[d] * factor;
-  if (lse) *lse = state.sum != state.sum ? state.sum : state.log_sum_exp();
+  if (lse) *lse = state.lse();
 }
 
 /// Merges `count` parts of one row, in order: part i has the softmax state `state(i)` and the row `row(i)`, which its

@@ -8,6 +8,7 @@
 #include "../device/alignment.cuh"
 #include "../device/launch.cuh"
 #include "../device/mma.cuh"
+#include "../device/softmax.cuh"
 #include "../device/warp.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(128) merge_entry(const __grid_constant__ merge
   float top = fmaxf(lse, sink);  // of the two that are not NaN
   top = lanes_max<32>(top);
   // Nothing seen, or nothing but NaN: weights against 0 are 0 or NaN, without inf - inf.
-  const float reference = top == -infinity ? 0.0f : top;
+  const float reference = softmax_reference(top);
   const float weight = exp2f((lse - reference) * log2e);
   const float sum = warp_sum(weight) + exp2f((sink - reference) * log2e);
   const float factor = sum == 0 ? 0.0f : 1 / sum;

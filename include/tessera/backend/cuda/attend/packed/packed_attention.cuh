@@ -73,7 +73,7 @@ __device__ __forceinline__ merged_state weigh_parts(const float* states, offset_
     if (segments[i] != no_index) top = fmaxf(top, largest);
   }
   top = lanes_max<32>(top);
-  const float reference = top == -infinity ? 0.0f : top;
+  const float reference = softmax_reference(top);
 #pragma unroll 2
   for (index_t i = lane; i < count; i += 32) {
     float weight = 0;

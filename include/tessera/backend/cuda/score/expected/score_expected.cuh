@@ -121,7 +121,7 @@ class score_expected {
                  reinterpret_cast<T*>(bytes + low_at()), reinterpret_cast<int*>(bytes + shift_at())};
     p.scale = rule.scale_for(D);
     p.logits = reinterpret_cast<float*>(bytes);
-    p.partials = reinterpret_cast<detail::exp_sum*>(bytes + partials_at());
+    p.partials = reinterpret_cast<exp_sum*>(bytes + partials_at());
     p.group = q_heads_ / kv_heads_;
     p.capacity = capacity_;
     make_moments<T, D>(statistics, frequencies, next, scorer.future, view.sequences, q_heads_,
@@ -137,7 +137,7 @@ class score_expected {
   // The workspace: logits; their sums by block; turns; means; covariances.
   std::size_t rows() const { return std::size_t(sequences_) * std::size_t(q_heads_); }
   std::size_t partials_at() const { return array_bytes<float>(rows() * std::size_t(capacity_)); }
-  std::size_t turns_at() const { return partials_at() + array_bytes<detail::exp_sum>(rows() * std::size_t(blocks_)); }
+  std::size_t turns_at() const { return partials_at() + array_bytes<exp_sum>(rows() * std::size_t(blocks_)); }
   std::size_t mean_at() const { return turns_at() + array_bytes<double2>(std::size_t(sequences_) * D / 2); }
   std::size_t high_at() const { return mean_at() + array_bytes<float>(rows() * D); }
   std::size_t low_at() const { return high_at() + array_bytes<T>(rows() * D * D); }
