@@ -7,11 +7,11 @@
 #include "../../../concepts/budget.hpp"
 #include "../../../core/error.hpp"
 #include "../../../core/plan/share_table.hpp"
-#include "../device/alignment.cuh"
 #include "../device/launch.cuh"
 #include "../device/memory.cuh"
 #include "../device/tuning.cuh"
 #include "../device/warp.cuh"
+#include "../device/workspace.cuh"
 #include "../score/score_rows.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -258,7 +258,7 @@ class allot {
         1, (std::min)(ceil_div(capacity, detail::allot_portion), ceil_div(2 * device.multiprocessors, rows_)));
   }
 
-  std::size_t workspace_bytes() const { return by_score ? won_at() + std::size_t(rows_) * sizeof(unsigned) : 0; }
+  std::size_t workspace_bytes() const { return by_score ? memory(*this, nullptr).bytes() : 0; }
 
   /// `layer` of `layers`: for budgets that differ over the model's layers.
   void run(const score_rows& in, const Budget& given, index_t layer, index_t layers, index_t* counts, void* workspace,
@@ -273,11 +273,9 @@ class allot {
       launch_overlapping<detail::allot_by_length_entry<Budget>>(unsigned(ceil_div(rows, 128)), 128, stream,
                                                                 "launch of allot", in, policy, asked, counts);
     } else {
-      auto* bytes = static_cast<unsigned char*>(workspace);
-      const detail::allot_scratch scratch{reinterpret_cast<unsigned*>(bytes),
-                                          reinterpret_cast<detail::allot_state*>(bytes + state_at()),
-                                          reinterpret_cast<unsigned*>(bytes + won_at())};
-      check(cudaMemsetAsync(workspace, 0, won_at(), stream), "cudaMemsetAsync");
+      const memory arrays(*this, workspace);
+      const detail::allot_scratch scratch{arrays.bins, arrays.state, arrays.won};
+      check(cudaMemsetAsync(workspace, 0, arrays.cleared, stream), "cudaMemsetAsync");
       const dim3 grid{unsigned(blocks_), unsigned(rows)};
       detail::allot_by_score_entry<Budget, 0>
           <<<grid, detail::allot_threads, 0, stream>>>(in, policy, asked, scratch, capacity_, counts);
@@ -290,10 +288,14 @@ class allot {
   }
 
  private:
-  std::size_t state_at() const {
-    return std::size_t(rows_) * detail::allot_levels * detail::allot_bins * sizeof(unsigned);
-  }
-  std::size_t won_at() const { return state_at() + std::size_t(sequences_) * sizeof(detail::allot_state); }
+  struct memory : workspace_cut {
+    const allot& op;
+    memory(const allot& owner, void* begin) : workspace_cut(begin), op(owner) {}
+    unsigned* bins = array<unsigned>(std::size_t(op.rows_) * detail::allot_levels * detail::allot_bins);
+    detail::allot_state* state = array<detail::allot_state>(std::size_t(op.sequences_));
+    const std::size_t cleared = bytes();
+    unsigned* won = array<unsigned>(std::size_t(op.rows_));
+  };
 
   index_t sequences_, rows_, capacity_;
   budget_table<Budget> table_;

@@ -1,4 +1,4 @@
-// Where 16-byte accesses are possible, and where the arrays of a workspace begin.
+// Where 16-byte accesses are possible.
 #pragma once
 
 #include <string>
@@ -52,14 +52,6 @@ void require_rows_on_16_bytes(const char* name, const T* data, const row_strides
 template <class T>
 void require_rows_on_16_bytes(const char* name, const rows_view<T>& rows) {
   require_aligned_rows(name, rows, 16 / offset_t(sizeof(T)));
-}
-
-/// Arrays of a workspace begin on 256 bytes, as cudaMalloc's do.
-constexpr std::size_t padded(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
-/// Bytes of an array of a workspace, padded so that another may follow.
-template <class T>
-constexpr std::size_t array_bytes(std::size_t count) {
-  return padded(count * sizeof(T));
 }
 
 }  // namespace cuda

@@ -8,6 +8,7 @@
 #include "../device/check.cuh"
 #include "../device/launch.cuh"
 #include "../device/tuning.cuh"
+#include "../device/workspace.cuh"
 #include "../store/slot_order.cuh"
 #include "detail/score_lse.cuh"
 #include "detail/score_sum.cuh"
@@ -67,9 +68,7 @@ class attentive_score {
       take_narrow(device);
   }
 
-  std::size_t workspace_bytes() const {
-    return lse_at() + std::size_t(rows_) * std::size_t(query_rows_) * sizeof(float);
-  }
+  std::size_t workspace_bytes() const { return memory(*this, nullptr).bytes(); }
 
   void run(const score_problem<View>& p, const Scorer& scorer, void* workspace, cudaStream_t stream) const {
     require(p.view.sequences >= 0 && p.view.sequences * kv_heads_ <= rows_ && p.view.kv_heads == kv_heads_ &&
@@ -88,22 +87,21 @@ class attentive_score {
     require_rows_on_16_bytes("K", p.view.k, p.view.k_strides);
     require_rows_on_16_bytes("q", p.q);
     watch_order(p.view, stream);
-    auto* bytes = static_cast<unsigned char*>(workspace);
-    float* lse = reinterpret_cast<float*>(bytes + lse_at());
+    const memory arrays(*this, workspace);
     // A call with fewer queries than the workspace has room for lays out rows by its own count.
     const index_t query_rows = p.q.tokens * (q_heads_ / kv_heads_), rows = p.view.sequences * kv_heads_;
     const bool merges = query_rows > 0 && !p.lse_complete;
     if (merges) {
-      const detail::lse_partials partials{reinterpret_cast<float2*>(bytes), query_rows, slots(), split_, capacity_};
+      const detail::lse_partials partials{arrays.partials, query_rows, slots(), split_, capacity_};
       const dim3 grid(unsigned(ceil_div(query_rows, lse_rows_held_)), unsigned(blocks_for(rows, lse_blocks_)));
       lse_entry_<<<grid, unsigned(lse_threads_), lse_shared_, stream>>>(p, partials);
       check(cudaGetLastError(), "launch of the log-sum-exp pass");
       launch(detail::merge_lse_entry<View>,
              {.blocks = unsigned((offset_t(rows) * query_rows + 3) / 4), .threads = 128, .overlapping = overlaps_},
-             stream, "launch of merge_lse", p, partials, lse);
+             stream, "launch of merge_lse", p, partials, arrays.lse);
     }
     detail::sum_shape shape = shape_;
-    shape.lse = p.lse_complete ? nullptr : lse;
+    shape.lse = p.lse_complete ? nullptr : arrays.lse;
     shape.query_rows = query_rows;
     // It begins early and may read keys: the launch that wrote them has ended before the merge lets it begin.
     launch(sum_entry_,
@@ -212,9 +210,13 @@ class attentive_score {
   }
 
   index_t slots() const { return ceil_div(capacity_, split_); }
-  std::size_t lse_at() const {
-    return array_bytes<float2>(std::size_t(rows_) * std::size_t(query_rows_) * std::size_t(slots()));
-  }
+  struct memory : workspace_cut {
+    const attentive_score& op;
+    memory(const attentive_score& owner, void* begin) : workspace_cut(begin), op(owner) {}
+    const std::size_t rows = std::size_t(op.rows_) * std::size_t(op.query_rows_);
+    float2* partials = array<float2>(rows * std::size_t(op.slots()));
+    float* lse = array<float>(rows);
+  };
 
   index_t rows_, kv_heads_, q_heads_, queries_, capacity_, query_rows_ = 0, split_ = 256;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.

@@ -7,9 +7,9 @@
 #include "../../../core/selection.hpp"
 #include "../device/alignment.cuh"
 #include "../device/barrier.cuh"
-#include "../device/even_cut.cuh"
 #include "../device/memory.cuh"
 #include "../device/tuning.cuh"
+#include "../device/whole_numbers.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

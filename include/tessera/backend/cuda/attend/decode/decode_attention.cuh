@@ -8,6 +8,7 @@
 #include "../../device/alignment.cuh"
 #include "../../device/launch.cuh"
 #include "../../device/tuning.cuh"
+#include "../../device/workspace.cuh"
 #include "../../store/slot_order.cuh"
 #include "detail/decode_kernel.cuh"
 #include "detail/decode_short.cuh"
@@ -70,11 +71,11 @@ class decode_attention {
     blocks_ = (std::min)(detail::max_blocks, (std::max)(1, resident) * device.multiprocessors);
   }
 
-  std::size_t workspace_bytes() const { return state_at() + slots() * detail::rows_per_block * sizeof(float2); }
+  std::size_t workspace_bytes() const { return memory(*this, nullptr).bytes(); }
 
   /// Clears the counters; once per workspace.
   void prepare(void* workspace, cudaStream_t stream) const {
-    check(cudaMemsetAsync(workspace, 0, out_at(), stream), "cudaMemsetAsync");
+    check(cudaMemsetAsync(workspace, 0, memory(*this, nullptr).cleared, stream), "cudaMemsetAsync");
   }
 
   void run(const problem_type& problem, void* workspace, cudaStream_t stream) const {
@@ -89,13 +90,9 @@ class decode_attention {
           clusters_.shift_of(offset_t(rows) * query_blocks, problem.usual_row > 0 ? problem.usual_row : stride);
       if (shift >= 0) return clusters_.run(problem, rows, query_blocks, shift, stream);
     }
-    auto* bytes = static_cast<unsigned char*>(workspace);
-    const detail::decode_scratch scratch{reinterpret_cast<const detail::split_piece*>(bytes + split_at()),
-                                         reinterpret_cast<unsigned*>(bytes),
-                                         reinterpret_cast<float*>(bytes + out_at()),
-                                         reinterpret_cast<float2*>(bytes + state_at()),
-                                         rows_,
-                                         slots_of_block()};
+    const memory arrays(*this, workspace);
+    const detail::decode_scratch scratch{arrays.pieces, arrays.arrived, arrays.out,
+                                         arrays.state,  rows_,          slots_of_block()};
     launch(entry_,
            {.blocks = dim3(unsigned(blocks_), unsigned(query_blocks)),
             .threads = dim3(unsigned(threads_)),
@@ -111,9 +108,8 @@ class decode_attention {
       requires(Split == decode_split::ahead) {
     check_problem(problem);
     if (problem.view.sequences == 0 || problem.q.tokens == 0) return;
-    auto* const pieces = reinterpret_cast<detail::split_piece*>(static_cast<unsigned char*>(workspace) + split_at());
     launch(detail::split_entry<View, Out>, {.blocks = dim3(1), .threads = dim3(32)}, stream,
-           "launch of the split of decode attention", problem, pieces, blocks_);
+           "launch of the split of decode attention", problem, memory(*this, workspace).pieces, blocks_);
   }
 
   /// `run` over one of several parts of the stored tokens. Sink logits are left to `merge_parts`, which needs the lse.
@@ -126,12 +122,17 @@ class decode_attention {
 
  private:
   index_t slots_of_block() const { return blocks_ + rows_; }
-  std::size_t slots() const { return std::size_t(query_blocks_) * std::size_t(slots_of_block()); }
-  std::size_t split_at() const { return array_bytes<unsigned>(std::size_t(query_blocks_ * rows_)); }
-  std::size_t out_at() const {
-    return split_at() + (Split == decode_split::ahead ? array_bytes<detail::split_piece>(std::size_t(blocks_)) : 0);
-  }
-  std::size_t state_at() const { return out_at() + slots() * detail::rows_per_block * View::v_dim * 4; }
+  struct memory : workspace_cut {
+    const decode_attention& op;
+    memory(const decode_attention& owner, void* begin) : workspace_cut(begin), op(owner) {}
+    const std::size_t rows = std::size_t(op.query_blocks_) * std::size_t(op.slots_of_block()) * detail::rows_per_block;
+    unsigned* arrived = array<unsigned>(std::size_t(op.query_blocks_ * op.rows_));
+    detail::split_piece* pieces =
+        array<detail::split_piece>(Split == decode_split::ahead ? std::size_t(op.blocks_) : 0);
+    const std::size_t cleared = bytes();
+    float* out = array<float>(rows * View::v_dim);
+    float2* state = array<float2>(rows);
+  };
 
   void check_problem(const problem_type& p) const {
     require(p.view.sequences >= 0 && p.view.sequences <= sequences_, "sequences", p.view.sequences,

@@ -6,6 +6,7 @@
 
 #include "../../device/copy.cuh"
 #include "../../device/tuning.cuh"
+#include "../../device/workspace.cuh"
 #include "detail/packed_kernel.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -249,9 +250,7 @@ class attend_packed {
   }
 
   index_t parts() const { return parts_; }
-  std::size_t workspace_bytes() const {
-    return segment_bytes() + state_bytes() + array_bytes<float>(lines() * std::size_t(rows_) * Dv);
-  }
+  std::size_t workspace_bytes() const { return memory(*this, nullptr).bytes(); }
   /// The array at the workspace's beginning that `rotate_queries` sets to "none".
   index_t* part_segments(void* workspace) const { return static_cast<index_t*>(workspace); }
 
@@ -268,13 +267,8 @@ class attend_packed {
             "pass the rows of a chosen block, 0: of segments' own");
     require_rows_on_16_bytes("whole keys", problem.view.whole.k, problem.view.whole.k_strides);
     require_rows_on_16_bytes("whole values", problem.view.whole.v, problem.view.whole.v_strides);
-    auto* bytes = static_cast<unsigned char*>(workspace);
-    const detail::packed_parts to{reinterpret_cast<float*>(bytes + segment_bytes() + state_bytes()),
-                                  reinterpret_cast<float*>(bytes + segment_bytes()),
-                                  part_segments(workspace),
-                                  splits_,
-                                  parts_,
-                                  rotated.rows};
+    const memory arrays(*this, workspace);
+    const detail::packed_parts to{arrays.out, arrays.states, arrays.segment, splits_, parts_, rotated.rows};
     launch(attend_entry_,
            {.blocks =
                 dim3(unsigned(lanes), unsigned(splits_), unsigned(ceil_div(rotated.rows, detail::query_rows_together))),
@@ -295,9 +289,14 @@ class attend_packed {
   std::size_t merge_bytes() const {
     return std::size_t(detail::merge_memory<Dv>(parts_, max_segments_).words) * sizeof(float);
   }
-  std::size_t lines() const { return std::size_t(lanes_) * std::size_t(parts_); }
-  std::size_t segment_bytes() const { return array_bytes<index_t>(lines()); }
-  std::size_t state_bytes() const { return array_bytes<float>(lines() * std::size_t(rows_) * 2); }
+  struct memory : workspace_cut {
+    const attend_packed& op;
+    memory(const attend_packed& owner, void* begin) : workspace_cut(begin), op(owner) {}
+    const std::size_t parts = std::size_t(op.lanes_) * std::size_t(op.parts_), rows = parts * std::size_t(op.rows_);
+    index_t* segment = array<index_t>(parts);
+    float* states = array<float>(rows * 2);
+    float* out = array<float>(rows * Dv);
+  };
 
   index_t lanes_, rows_;
   detail::packed_lengths<D, Dv> lengths_;

@@ -8,6 +8,7 @@
 #include "../../attend/attention_problems.cuh"
 #include "../../device/alignment.cuh"
 #include "../../device/tuning.cuh"
+#include "../../device/workspace.cuh"
 #include "../../store/slot_order.cuh"
 #include "detail/page_attention.cuh"
 
@@ -98,10 +99,7 @@ class choose_pages {
     }
   }
 
-  std::size_t workspace_bytes() const {
-    const bool all_fit = resident_ && (!cluster_entry_ || usual_pages() == bounds_.max_pages());
-    return keys_at() + (all_fit ? 0 : std::size_t(rows_) * std::size_t(key_stride_) * 4);
-  }
+  std::size_t workspace_bytes() const { return memory(*this, nullptr).bytes(); }
 
   /// An upper bound of the slots that are chosen of a row.
   index_t max_chosen() const {
@@ -284,29 +282,24 @@ class choose_pages {
     choice.out_stride = p.out_stride;
     choice.counts = p.counts;
     choice.mass = p.mass;
-    choice.keys = reinterpret_cast<unsigned*>(static_cast<unsigned char*>(workspace) + keys_at());
+    choice.keys = memory(*this, workspace).keys;
     choice.key_stride = key_stride_;
     return choice;
   }
   detail::page_scratch scratch(const problem_type& p, void* workspace) const {
-    auto* bytes = static_cast<unsigned char*>(workspace);
-    return {reinterpret_cast<float*>(bytes),
-            reinterpret_cast<float2*>(bytes + partials_at()),
-            reinterpret_cast<detail::slot_run*>(bytes + runs_at()),
-            stride_,
-            p.q.tokens * (q_heads_ / kv_heads_),
-            tiles_each_};
+    const memory arrays(*this, workspace);
+    return {arrays.logits, arrays.partials, arrays.runs, stride_, p.q.tokens * (q_heads_ / kv_heads_), tiles_each_};
   }
-  std::size_t partials_at() const {
-    return padded(std::size_t(rows_) * std::size_t(query_rows_) * std::size_t(stride_) * sizeof(float));
-  }
-  std::size_t runs_at() const {
-    return partials_at() + padded(std::size_t(rows_) * std::size_t(query_rows_) *
-                                  std::size_t(stride_ / detail::tile_pages) * sizeof(float2));
-  }
-  std::size_t keys_at() const {
-    return runs_at() + padded(std::size_t(rows_) * detail::max_step_tokens * sizeof(detail::slot_run));
-  }
+  struct memory : workspace_cut {
+    const choose_pages& op;
+    memory(const choose_pages& owner, void* begin) : workspace_cut(begin), op(owner) {}
+    const std::size_t rows = std::size_t(op.rows_), query_rows = rows * std::size_t(op.query_rows_);
+    const bool all_fit = op.resident_ && (!op.cluster_entry_ || op.usual_pages() == op.bounds_.max_pages());
+    float* logits = array<float>(query_rows * std::size_t(op.stride_));
+    float2* partials = array<float2>(query_rows * std::size_t(op.stride_ / detail::tile_pages));
+    detail::slot_run* runs = array<detail::slot_run>(rows * detail::max_step_tokens);
+    unsigned* keys = array<unsigned>(all_fit ? 0 : rows * std::size_t(op.key_stride_));  // too many for shared memory
+  };
 
   void check_problem(const problem_type& p) const {
     require(p.view.sequences * offset_t(p.view.kv_heads) <= rows_ && p.view.kv_heads == kv_heads_ &&

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "../../../device/divide.cuh"
 #include "../../../device/launch.cuh"
+#include "../../../device/whole_numbers.cuh"
 #include "../../../store/packed/packed_view.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -138,8 +138,8 @@ class rotate_queries {
         overlapping_(can_overlap(entry_)) {}
 
   std::size_t workspace_bytes() const {
-    return array_bytes<float>(std::size_t(sequences_) * std::size_t(heads_) * std::size_t(max_segments_) *
-                              std::size_t(rows_ + 1) * View::k_dim);
+    return std::size_t(sequences_) * std::size_t(heads_) * std::size_t(max_segments_) * std::size_t(rows_ + 1) *
+           View::k_dim * sizeof(float);
   }
   /// `part_segment` [sequences * kv_heads, parts] is set to "none": attention fills it.
   rotated_rows run(const View& view, const rows_view<const T>& q, void* workspace, index_t* part_segment, index_t parts,

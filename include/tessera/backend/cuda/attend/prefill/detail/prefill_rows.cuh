@@ -3,9 +3,9 @@
 
 #include "../../../../../math/softmax_state.hpp"
 #include "../../../device/mma.cuh"
-#include "../../../device/search.cuh"
 #include "../../../device/softmax.cuh"
 #include "../../../device/warp.cuh"
+#include "../../../device/whole_numbers.cuh"
 #include "../../attention_problems.cuh"
 #include "../../detail/tile_values.cuh"
 

@@ -4,8 +4,8 @@
 #include "../../../../../scorer/block_mean.hpp"
 #include "../../../attend/packed/packed_attention.cuh"
 #include "../../../device/copy.cuh"
-#include "../../../device/divide.cuh"
 #include "../../../device/tuning.cuh"
+#include "../../../device/whole_numbers.cuh"
 #include "../../../store/packed/packed_view.cuh"
 
 TESSERA_NAMESPACE_BEGIN

@@ -5,8 +5,8 @@
 
 #include "../../../../../math/ordered.hpp"
 #include "../../../device/launch.cuh"
-#include "../../../device/search.cuh"
 #include "../../../device/tuning.cuh"
+#include "../../../device/whole_numbers.cuh"
 #include "../../../store/packed/packed_view.cuh"
 
 TESSERA_NAMESPACE_BEGIN
