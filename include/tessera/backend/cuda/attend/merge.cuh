@@ -6,7 +6,7 @@
 
 #include "../../../core/attention_part.hpp"
 #include "../device/alignment.cuh"
-#include "../device/launch.cuh"
+#include "../device/kernel.cuh"
 #include "../device/mma.cuh"
 #include "../device/softmax.cuh"
 #include "../device/warp.cuh"

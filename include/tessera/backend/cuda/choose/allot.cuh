@@ -7,7 +7,7 @@
 #include "../../../concepts/budget.hpp"
 #include "../../../core/error.hpp"
 #include "../../../core/plan/share_table.hpp"
-#include "../device/launch.cuh"
+#include "../device/kernel.cuh"
 #include "../device/memory.cuh"
 #include "../device/tuning.cuh"
 #include "../device/warp.cuh"

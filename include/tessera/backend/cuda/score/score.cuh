@@ -6,7 +6,7 @@
 
 #include "../../../core/model_shape.hpp"
 #include "../device/check.cuh"
-#include "../device/launch.cuh"
+#include "../device/kernel.cuh"
 #include "../device/tuning.cuh"
 #include "../device/workspace.cuh"
 #include "../store/slot_order.cuh"
@@ -93,9 +93,11 @@ class attentive_score {
     const bool merges = query_rows > 0 && !p.lse_complete;
     if (merges) {
       const detail::lse_partials partials{arrays.partials, query_rows, slots(), split_, capacity_};
-      const dim3 grid(unsigned(ceil_div(query_rows, lse_rows_held_)), unsigned(blocks_for(rows, lse_blocks_)));
-      lse_entry_<<<grid, unsigned(lse_threads_), lse_shared_, stream>>>(p, partials);
-      check(cudaGetLastError(), "launch of the log-sum-exp pass");
+      lse_entry_.launch(
+          {.blocks = dim3(unsigned(ceil_div(query_rows, lse_rows_held_)), unsigned(blocks_for(rows, lse_blocks_))),
+           .threads = unsigned(lse_threads_),
+           .shared_bytes = lse_shared_},
+          stream, "launch of the log-sum-exp pass", p, partials);
       launch(detail::merge_lse_entry<View>,
              {.blocks = unsigned((offset_t(rows) * query_rows + 3) / 4), .threads = 128, .overlapping = overlaps_},
              stream, "launch of merge_lse", p, partials, arrays.lse);
@@ -104,12 +106,11 @@ class attentive_score {
     shape.lse = p.lse_complete ? nullptr : arrays.lse;
     shape.query_rows = query_rows;
     // It begins early and may read keys: the launch that wrote them has ended before the merge lets it begin.
-    launch(sum_entry_,
-           {.blocks = unsigned(blocks_for(rows, sum_blocks_)),
-            .threads = unsigned(sum_threads_),
-            .shared_bytes = sum_shared_,
-            .overlapping = overlaps_ && merges},
-           stream, "launch of the score sums", p, scorer, shape);
+    sum_entry_.launch({.blocks = unsigned(blocks_for(rows, sum_blocks_)),
+                       .threads = unsigned(sum_threads_),
+                       .shared_bytes = sum_shared_,
+                       .overlapping = overlaps_ && merges},
+                      stream, "launch of the score sums", p, scorer, shape);
   }
 
  private:
@@ -145,9 +146,10 @@ class attentive_score {
     } else {
       if (query_rows_ <= wide_lse::rows_held / 4 || query_rows_ > wide_lse::rows_held) return false;
       // Code for another architecture holds an empty kernel of fewer threads.
-      if (compiled(detail::wide_lse_entry<View>).maxThreadsPerBlock < wide_lse::threads) return false;
-      return wide_lse::shared_bytes(rows_) <= room_of(detail::wide_lse_entry<View>, device) &&
-             wide_sum::shared_bytes(rows_) <= room_of(detail::wide_sum_entry<View, Scorer>, device);
+      const lse_kernel_type lse(detail::wide_lse_entry<View>);
+      const sum_kernel_type sum(detail::wide_sum_entry<View, Scorer>);
+      return lse.max_threads() >= wide_lse::threads && wide_lse::shared_bytes(rows_) <= lse.shared_limit(device) &&
+             wide_sum::shared_bytes(rows_) <= sum.shared_limit(device);
     }
   }
   void take_wide(const device_info& device) {
@@ -159,7 +161,7 @@ class attentive_score {
       lse_shared_ = wide_lse::shared_bytes(rows_), sum_shared_ = wide_sum::shared_bytes(rows_);
       lse_blocks_ = resident(lse_entry_, lse_threads_, lse_shared_, device);
       sum_blocks_ = resident(sum_entry_, sum_threads_, sum_shared_, device);
-      overlaps_ = can_overlap(sum_entry_);
+      overlaps_ = sum_entry_.overlaps();
     }
   }
   /// How many blocks to launch. A block that continues with another row waits for its queries and keys, as long as for
@@ -174,8 +176,8 @@ class attentive_score {
     with_lse_kernel([&](auto kernel) { take_lse(kernel, device); });
     const index_t chunks = ceil_div(query_rows_, sums::chunk_rows);
     sum_entry_ = detail::sum_entry<View, Scorer>;
-    const std::size_t room = room_of(sum_entry_, device);
-    const auto fits = [&] { return sums::shared_bytes(shape_, rows_) <= room; };
+    const std::size_t limit = sum_entry_.shared_limit(device);
+    const auto fits = [&] { return sums::shared_bytes(shape_, rows_) <= limit; };
     shape_.chunks = int(chunks * sums::chunk_rows <= 256 ? chunks : 2);
     shape_.stages = query_rows_ <= 64 ? 2 : 1;  // few rows: bound by memory
     if (!fits()) shape_.stages = 1;
@@ -184,29 +186,11 @@ class attentive_score {
     sum_blocks_ = resident(sum_entry_, sums::threads, sum_shared_, device);
   }
 
-  template <class Entry>
-  static cudaFuncAttributes compiled(Entry entry) {
-    cudaFuncAttributes found;
-    check(cudaFuncGetAttributes(&found, entry), "cudaFuncGetAttributes");
-    return found;
-  }
-  /// Shared memory that a launch of a kernel may request, beside what the kernel declares, which the compiler rounds
-  /// up.
-  template <class Entry>
-  static std::size_t room_of(Entry entry, const device_info& device) {
-    return std::size_t(device.shared_memory) - compiled(entry).sharedSizeBytes;
-  }
   /// Blocks that the device runs at once; raises the kernel's shared memory limit.
-  template <class Entry>
-  static int resident(Entry entry, int threads, std::size_t shared, const device_info& device) {
-    const std::size_t room = room_of(entry, device);
-    require(shared <= room, "shared memory of a block", shared, "at most " + std::to_string(room), "split the batch");
-    // All of it: the limit belongs to the kernel, and another object may need more than this one.
-    check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, int(room)), "cudaFuncSetAttribute");
-    int blocks = 0;
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, entry, threads, shared),
-          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    return (std::min)(max_pieces, (std::max)(1, blocks) * device.multiprocessors);
+  template <class Kernel>
+  static int resident(const Kernel& entry, int threads, std::size_t shared, const device_info& device) {
+    entry.require_shared(shared, device, "scoring", "split the batch");
+    return (std::min)(max_pieces, entry.resident_blocks(threads, shared, device));
   }
 
   index_t slots() const { return ceil_div(capacity_, split_); }
@@ -219,9 +203,10 @@ class attentive_score {
   };
 
   index_t rows_, kv_heads_, q_heads_, queries_, capacity_, query_rows_ = 0, split_ = 256;
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*lse_entry_)(score_problem<View>, detail::lse_partials) = nullptr;
-  void (*sum_entry_)(score_problem<View>, Scorer, detail::sum_shape) = nullptr;
+  using lse_kernel_type = device_kernel<score_problem<View>, detail::lse_partials>;
+  using sum_kernel_type = device_kernel<score_problem<View>, Scorer, detail::sum_shape>;
+  lse_kernel_type lse_entry_;
+  sum_kernel_type sum_entry_;
   std::size_t lse_shared_ = 0, sum_shared_ = 0;
   index_t lse_rows_held_ = 1;
   bool wide_ = false;

@@ -5,7 +5,7 @@
 
 #include "../../../core/engine/move_problem.hpp"
 #include "../../../core/views.hpp"
-#include "../device/launch.cuh"
+#include "../device/kernel.cuh"
 #include "../device/warp.cuh"
 #include "pack.cuh"
 #include "slot_order.cuh"

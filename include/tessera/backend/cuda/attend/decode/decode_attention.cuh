@@ -6,7 +6,7 @@
 
 #include "../../../../core/model_shape.hpp"
 #include "../../device/alignment.cuh"
-#include "../../device/launch.cuh"
+#include "../../device/kernel.cuh"
 #include "../../device/tuning.cuh"
 #include "../../device/workspace.cuh"
 #include "../../store/slot_order.cuh"
@@ -51,24 +51,12 @@ class decode_attention {
     require(rows_ <= detail::max_rows, "sequences * kv_heads", rows_, "at most " + std::to_string(detail::max_rows),
             "split the batch");
     query_blocks_ = ceil_div(tokens * (q_heads / kv_heads), detail::rows_per_block);
-    // The architecture that the code was compiled for decides the block, not the device: older code runs on newer
-    // devices.
-    entry_ = detail::decode_entry<View, Out, Split>;
-    cudaFuncAttributes compiled{};
-    check(cudaFuncGetAttributes(&compiled, entry_), "cudaFuncGetAttributes");
-    const decode_tuning tuning = decode_tuning_for<View>(compiled.ptxVersion);
+    const decode_tuning tuning = decode_tuning_for<View>(entry_.architecture());
     threads_ = tuning.warps * 32;
     shared_bytes_ = detail::decode_shared_bytes<View>(tuning);
-    const int needed = shared_bytes_ + int(compiled.sharedSizeBytes);
-    require(needed <= device.shared_memory, "shared memory of a block", needed,
-            "at most " + std::to_string(device.shared_memory), "compile for this device's compute capability");
-    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes_),
-          "cudaFuncSetAttribute");
-    overlapping_ = can_overlap(entry_);
-    int resident = 0;
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, std::size_t(shared_bytes_)),
-          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    blocks_ = (std::min)(detail::max_blocks, (std::max)(1, resident) * device.multiprocessors);
+    entry_.require_shared(std::size_t(shared_bytes_), device, "decode attention",
+                          "compile for this device's compute capability");
+    blocks_ = (std::min)(detail::max_blocks, entry_.resident_blocks(threads_, std::size_t(shared_bytes_), device));
   }
 
   std::size_t workspace_bytes() const { return memory(*this, nullptr).bytes(); }
@@ -93,12 +81,11 @@ class decode_attention {
     const memory arrays(*this, workspace);
     const detail::decode_scratch scratch{arrays.pieces, arrays.arrived, arrays.out,
                                          arrays.state,  rows_,          slots_of_block()};
-    launch(entry_,
-           {.blocks = dim3(unsigned(blocks_), unsigned(query_blocks)),
-            .threads = dim3(unsigned(threads_)),
-            .shared_bytes = std::size_t(shared_bytes_),
-            .overlapping = overlapping_},
-           stream, "launch of decode attention", problem, scratch);
+    entry_.launch({.blocks = dim3(unsigned(blocks_), unsigned(query_blocks)),
+                   .threads = dim3(unsigned(threads_)),
+                   .shared_bytes = std::size_t(shared_bytes_),
+                   .overlapping = entry_.overlaps()},
+                  stream, "launch of decode attention", problem, scratch);
   }
 
   /// Splits the rows among the blocks by the problem's present lengths; one small launch. Later runs with this
@@ -170,13 +157,11 @@ class decode_attention {
             "keys, values, lengths, q and first_position", "pass device memory");
   }
 
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*entry_)(problem_type, detail::decode_scratch) = nullptr;
+  device_kernel<problem_type, detail::decode_scratch> entry_{detail::decode_entry<View, Out, Split>};
   index_t sequences_, kv_heads_, q_heads_, tokens_, rows_;
   detail::decode_clusters<View, Out> clusters_;
   index_t query_blocks_ = 1, blocks_ = 1;
   int threads_ = 0, shared_bytes_ = 0;
-  bool overlapping_ = false;
 };
 
 }  // namespace cuda

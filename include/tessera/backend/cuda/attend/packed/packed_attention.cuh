@@ -234,19 +234,13 @@ class attend_packed {
         lengths_(k, v),
         shape_(rows_, max_segments, lengths_),
         max_segments_(max_segments) {
-    attend_entry_ = detail::attend_packed_entry<View, Tile, Out>;
-    merge_entry_ = detail::merge_packed_entry<View, Out>;
     const std::string segments = " over " + std::to_string(max_segments) + " segments";
-    allow_shared(attend_entry_, std::size_t(shape_.bytes), device, "packed attention" + segments);
+    attend_entry_.require_shared(std::size_t(shape_.bytes), device, "packed attention" + segments);
     // All blocks run at once: a second wave would take as long as the first.
-    int together = 0;
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&together, attend_entry_, detail::packed_threads,
-                                                        std::size_t(shape_.bytes)),
-          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    splits_ = std::clamp<index_t>(together * device.multiprocessors / (std::max)(1, lanes_), 1, 128);
+    const int together = attend_entry_.resident_blocks(detail::packed_threads, std::size_t(shape_.bytes), device);
+    splits_ = std::clamp<index_t>(together / (std::max)(1, lanes_), 1, 128);
     parts_ = splits_ + max_segments + 1;
-    allow_shared(merge_entry_, merge_bytes(), device, "the merge of packed attention" + segments);
-    overlapping_ = can_overlap(attend_entry_) && can_overlap(merge_entry_);
+    merge_entry_.require_shared(merge_bytes(), device, "the merge of packed attention" + segments);
   }
 
   index_t parts() const { return parts_; }
@@ -269,20 +263,18 @@ class attend_packed {
     require_rows_on_16_bytes("whole values", problem.view.whole.v, problem.view.whole.v_strides);
     const memory arrays(*this, workspace);
     const detail::packed_parts to{arrays.out, arrays.states, arrays.segment, splits_, parts_, rotated.rows};
-    launch(attend_entry_,
-           {.blocks =
-                dim3(unsigned(lanes), unsigned(splits_), unsigned(ceil_div(rotated.rows, detail::query_rows_together))),
-            .threads = dim3(detail::packed_threads),
-            .shared_bytes = std::size_t(shape_.bytes),
-            .overlapping = overlapping_},
-           stream, "launch of attend_packed", problem, rotated, to, lengths_);
-    launch(merge_entry_,
-           {.blocks = dim3(unsigned(lanes), unsigned(ceil_div(Dv, detail::merged_columns)),
-                           unsigned(ceil_div(rotated.rows, detail::merged_rows))),
-            .threads = dim3(detail::merging_threads),
-            .shared_bytes = merge_bytes(),
-            .overlapping = overlapping_},
-           stream, "launch of merge_packed", problem, to);
+    attend_entry_.launch({.blocks = dim3(unsigned(lanes), unsigned(splits_),
+                                         unsigned(ceil_div(rotated.rows, detail::query_rows_together))),
+                          .threads = dim3(detail::packed_threads),
+                          .shared_bytes = std::size_t(shape_.bytes),
+                          .overlapping = attend_entry_.overlaps()},
+                         stream, "launch of attend_packed", problem, rotated, to, lengths_);
+    merge_entry_.launch({.blocks = dim3(unsigned(lanes), unsigned(ceil_div(Dv, detail::merged_columns)),
+                                        unsigned(ceil_div(rotated.rows, detail::merged_rows))),
+                         .threads = dim3(detail::merging_threads),
+                         .shared_bytes = merge_bytes(),
+                         .overlapping = merge_entry_.overlaps()},
+                        stream, "launch of merge_packed", problem, to);
   }
 
  private:
@@ -302,11 +294,9 @@ class attend_packed {
   detail::packed_lengths<D, Dv> lengths_;
   detail::packed_memory<D, Dv> shape_;
   index_t max_segments_, splits_ = 1, parts_ = 1;
-  bool overlapping_ = false;
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*attend_entry_)(packed_problem<View, Out>, rotated_rows, detail::packed_parts,
-                        detail::packed_lengths<D, Dv>) = nullptr;
-  void (*merge_entry_)(packed_problem<View, Out>, detail::packed_parts) = nullptr;
+  device_kernel<packed_problem<View, Out>, rotated_rows, detail::packed_parts, detail::packed_lengths<D, Dv>>
+      attend_entry_{detail::attend_packed_entry<View, Tile, Out>};
+  device_kernel<packed_problem<View, Out>, detail::packed_parts> merge_entry_{detail::merge_packed_entry<View, Out>};
 };
 
 }  // namespace cuda

@@ -8,7 +8,7 @@
 #include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/types.hpp"
 #include "../../device/alignment.cuh"
-#include "../../device/launch.cuh"
+#include "../../device/kernel.cuh"
 #include "../../device/memory.cuh"
 #include "../../device/tuning.cuh"
 #include "../../device/workspace.cuh"
@@ -202,9 +202,8 @@ class choose_lines {
     rows_ = device_buffer<index_t>(std::size_t((std::max)(1, max_rows)));
     if constexpr (asks_attention) {
       clusters_ = may_cluster(device);
-      logits_entry_ = detail::line_logits_entry<View>;
-      check(cudaFuncSetAttribute(logits_entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, logits::shared_bytes),
-            "cudaFuncSetAttribute");
+      logits_entry_ = {detail::line_logits_entry<View>};
+      logits_entry_.require_shared(logits::shared_bytes, device, "the sample of lines", "use a device with more of it");
     }
   }
 
@@ -315,9 +314,8 @@ class choose_lines {
             cudaStream_t stream) const {
     const dim3 tiles(unsigned(ceil_div(positions(), logits::tile)), unsigned(heads / group()),
                      unsigned(ceil_div(seen.row_count * group(), logits::tile)));
-    logits_entry_<<<tiles, logits::threads, logits::shared_bytes, stream>>>(problem.view, problem.q, problem.rule, seen,
-                                                                            kv_head);
-    check(cudaGetLastError(), "launch of line_logits");
+    logits_entry_.launch({tiles, dim3(logits::threads), logits::shared_bytes}, stream, "launch of line_logits",
+                         problem.view, problem.q, problem.rule, seen, kv_head);
     detail::line_sums_entry<128>
         <<<dim3(unsigned(seen.row_count), unsigned(heads)), 128, 0, stream>>>(seen, problem.rule.sink_logits);
     check(cudaGetLastError(), "launch of line_sums");
@@ -374,8 +372,7 @@ class choose_lines {
 
   index_t kv_heads_, q_heads_, words_, max_rows_, at_once_ = 1;
   bool clusters_ = false;
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*logits_entry_)(View, rows_view<const T>, logit_rule, detail::line_sample, index_t) = nullptr;
+  device_kernel<View, rows_view<const T>, logit_rule, detail::line_sample, index_t> logits_entry_;
   device_buffer<std::uint32_t> slash_, vertical_;
   device_buffer<index_t> columns_, numbers_, rows_;  // numbers: counts of columns, then the order of heads
   device_buffer<unsigned long long> entries_;

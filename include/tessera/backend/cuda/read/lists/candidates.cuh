@@ -8,7 +8,7 @@
 #include "../../../../core/prompt/prompt_lines.hpp"
 #include "../../../../core/selection.hpp"
 #include "../../../../core/sequence_layer.hpp"
-#include "../../device/launch.cuh"
+#include "../../device/kernel.cuh"
 #include "../../device/warp.cuh"
 #include "../../device/whole_numbers.cuh"
 #include "../../store/kv_store.cuh"

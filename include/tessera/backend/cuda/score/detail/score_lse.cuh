@@ -4,7 +4,7 @@
 #include <cfloat>
 
 #include "../../../../math/softmax_state.hpp"
-#include "../../device/launch.cuh"
+#include "../../device/kernel.cuh"
 #include "../../device/softmax.cuh"
 #include "../score_problem.cuh"
 

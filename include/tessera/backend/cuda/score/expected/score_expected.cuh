@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../../device/tuning.cuh"
+#include "../../device/kernel.cuh"
 #include "../../device/workspace.cuh"
 #include "detail/expected_kernel.cuh"
 
@@ -84,23 +84,16 @@ class score_expected {
             "q_heads", q_heads, "a multiple of kv_heads, at most 64 for each", "pass the model's head counts");
     require(offset_t(sequences) * q_heads <= 65535, "sequences * q_heads", offset_t(sequences) * q_heads,
             "at most 65535", "split the batch");
-    entry_ = detail::expected_entry<View, Scorer>;
-    cudaFuncAttributes compiled{};
-    check(cudaFuncGetAttributes(&compiled, entry_), "cudaFuncGetAttributes");
     const auto take = [&]<class Kernel>(const Kernel*) {
-      if (compiled.maxThreadsPerBlock != Kernel::threads) return;
+      if (entry_.max_threads() != Kernel::threads) return;
       rounds_ = ceil_div(q_heads / kv_heads, Kernel::heads), threads_ = Kernel::threads, tile_ = Kernel::tile;
       shared_bytes_ = Kernel::shared_bytes;
     };
     take(static_cast<const detail::expected_kernel_of<View, Scorer, false>*>(nullptr));
     if constexpr (fits_wide_products<D>)
       take(static_cast<const detail::expected_kernel_of<View, Scorer, true>*>(nullptr));
-    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes_)),
-          "cudaFuncSetAttribute");
-    int resident = 0;
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, shared_bytes_),
-          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    blocks_ = std::clamp((std::max)(1, resident) * device.multiprocessors / (sequences * kv_heads * rounds_), 1,
+    entry_.require_shared(shared_bytes_, device, "Expected Attention", "use a device with more of it");
+    blocks_ = std::clamp(entry_.resident_blocks(threads_, shared_bytes_, device) / (sequences * kv_heads * rounds_), 1,
                          ceil_div(capacity, tile_));
   }
 
@@ -126,8 +119,10 @@ class score_expected {
     p.capacity = capacity_;
     make_moments<T, D>(statistics, frequencies, next, scorer.future, view.sequences, q_heads_, arrays.turns, p.moments,
                        stream);
-    entry_<<<dim3(unsigned(blocks_), unsigned(view.sequences * kv_heads_ * rounds_)), unsigned(threads_), shared_bytes_,
-             stream>>>(p, scorer);
+    entry_.launch({.blocks = dim3(unsigned(blocks_), unsigned(view.sequences * kv_heads_ * rounds_)),
+                   .threads = dim3(unsigned(threads_)),
+                   .shared_bytes = shared_bytes_},
+                  stream, "launch of expected_logits", p, scorer);
     const dim3 grid{unsigned(std::clamp(ceil_div(capacity_, 1024), 1, 128)), unsigned(view.sequences * kv_heads_)};
     detail::average_entry<View, Scorer, 256><<<grid, 256, 0, stream>>>(p, scorer, blocks_, scores, row_stride);
     check(cudaGetLastError(), "launch of score_expected");
@@ -148,8 +143,7 @@ class score_expected {
   index_t sequences_, kv_heads_, q_heads_, capacity_;
   int blocks_ = 1, rounds_ = 1, threads_ = 0, tile_ = 1;
   std::size_t shared_bytes_ = 0;
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*entry_)(detail::expected_problem<View>, Scorer) = nullptr;
+  device_kernel<detail::expected_problem<View>, Scorer> entry_{detail::expected_entry<View, Scorer>};
 };
 
 namespace detail {

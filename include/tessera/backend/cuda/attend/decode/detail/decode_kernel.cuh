@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../../device/barrier.cuh"
-#include "../../../device/launch.cuh"
+#include "../../../device/kernel.cuh"
 #include "../../../device/mma.cuh"
 #include "../../../device/warp.cuh"
 #include "decode_plan.cuh"

@@ -7,7 +7,7 @@
 
 #include "../../../../../math/ordered.hpp"
 #include "../../../device/alignment.cuh"
-#include "../../../device/launch.cuh"
+#include "../../../device/kernel.cuh"
 #include "../../../device/mma.cuh"
 #include "../../../device/tuning.cuh"
 #include "../../../device/warp.cuh"
