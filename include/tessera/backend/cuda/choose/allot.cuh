@@ -13,6 +13,7 @@
 #include "../device/warp.cuh"
 #include "../device/workspace.cuh"
 #include "../score/score_rows.cuh"
+#include "detail/row_keys.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -87,7 +88,8 @@ template <class Budget, int Level>
 __global__ void __launch_bounds__(allot_threads)
     allot_by_score_entry(const __grid_constant__ score_rows in, Budget of_all, layer_of asked, allot_scratch scratch,
                          index_t capacity, index_t* counts) {
-  constexpr int shift = Level == 0 ? 21 : (Level == 1 ? 10 : 0), width = Level == 2 ? 1024 : 2048;
+  constexpr key_digit digit = key_digit::of_pass(Level);
+  constexpr int width = 1 << digit.bits();
   __shared__ unsigned bins[allot_bins], chosen, left;
   __shared__ block_scan<allot_threads, unsigned> scan;
   __shared__ bool last;
@@ -105,8 +107,7 @@ __global__ void __launch_bounds__(allot_threads)
   for (index_t i = index_t(blockIdx.x * allot_threads + threadIdx.x); i < candidates;
        i += index_t(gridDim.x) * allot_threads) {
     const unsigned key = ordered_bits(scores[i]);
-    if (Level == 0 || (Level == 1 ? key >> 21 : key >> 10) == prefix)
-      atomicAdd(&bins[(key >> shift) & (width - 1)], 1u);
+    if (digit.shares(key, prefix)) atomicAdd(&bins[digit(key)], 1u);
   }
   __syncthreads();
   unsigned* all_bins = scratch.bins + offset_t(Level) * rows * allot_bins;

@@ -181,14 +181,14 @@ struct decode_merge : decode_block<View, Out> {
           for (int other = warp + at_once; other < warps; other += at_once) {
             const float2 state = shares.state[other];
             const float4 y = shares.out[other][lane];
-            const softmax_rise to(top, state.x);
-            const float factor = to.weight(state.x);
-            top = to.largest;
-            sum = sum * to.shrink + state.y * factor;
-            x.x = x.x * to.shrink + y.x * factor;
-            x.y = x.y * to.shrink + y.y * factor;
-            x.z = x.z * to.shrink + y.z * factor;
-            x.w = x.w * to.shrink + y.w * factor;
+            const softmax_rise rise(top, state.x);
+            const float factor = rise.weight(state.x);
+            top = rise.largest;
+            sum = sum * rise.shrink + state.y * factor;
+            x.x = x.x * rise.shrink + y.x * factor;
+            x.y = x.y * rise.shrink + y.y * factor;
+            x.z = x.z * rise.shrink + y.z * factor;
+            x.w = x.w * rise.shrink + y.w * factor;
           }
         }
       }
@@ -216,14 +216,14 @@ struct decode_merge : decode_block<View, Out> {
           y[part] = __ldcg(reinterpret_cast<const float4*>(outs + (done + part) * rows_per_block * Dv));
         }
         if (done == 0) {
-          const softmax_rise to(top, lanes_max<32>(state.x));
-          factor = to.weight(state.x);
-          top = to.largest;
-          sum = fmaf(sum, to.shrink, warp_sum(__fmul_rn(state.y, factor)));
-          x.x *= to.shrink;
-          x.y *= to.shrink;
-          x.z *= to.shrink;
-          x.w *= to.shrink;
+          const softmax_rise rise(top, lanes_max<32>(state.x));
+          factor = rise.weight(state.x);
+          top = rise.largest;
+          sum = fmaf(sum, rise.shrink, warp_sum(__fmul_rn(state.y, factor)));
+          x.x *= rise.shrink;
+          x.y *= rise.shrink;
+          x.z *= rise.shrink;
+          x.w *= rise.shrink;
         }
 #pragma unroll
         for (int part = 0; part < AtOnce; ++part) {

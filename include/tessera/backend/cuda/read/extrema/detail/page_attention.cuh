@@ -75,14 +75,14 @@ struct cluster_state {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const softmax_rise to(top[r], r ? tile_top.y : tile_top.x);
-      s[r] = to.weight(s[r]), s[r + 2] = to.weight(s[r + 2]);
-      sum[r] = sum[r] * to.shrink + s[r] + s[r + 2];
-      if (to.largest != top[r]) {
+      const softmax_rise rise(top[r], r ? tile_top.y : tile_top.x);
+      s[r] = rise.weight(s[r]), s[r + 2] = rise.weight(s[r + 2]);
+      sum[r] = sum[r] * rise.shrink + s[r] + s[r + 2];
+      if (rise.largest != top[r]) {
 #pragma unroll
-        for (int m = 0; m < Dv / 16; ++m) out[m][r] *= to.shrink, out[m][r + 2] *= to.shrink;
+        for (int m = 0; m < Dv / 16; ++m) out[m][r] *= rise.shrink, out[m][r + 2] *= rise.shrink;
       }
-      top[r] = to.largest;
+      top[r] = rise.largest;
     }
     wait_for_values();
     const std::uint32_t b0 = transposed(pack_pair<T>(s[0], s[1])), b1 = transposed(pack_pair<T>(s[2], s[3]));
