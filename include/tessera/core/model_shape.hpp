@@ -17,6 +17,14 @@ void require_dim(const rows_view<T>& rows, index_t dim, const char* name) {
   }
 }
 
+/// Errors   no heads, or query heads that form no whole groups: tessera::error.
+inline void require_head_counts(index_t q_heads, index_t kv_heads) {
+  if (kv_heads < 1) fail("kv_heads", kv_heads, "at least 1", "pass the model's head counts");
+  if (q_heads >= 1 && q_heads % kv_heads == 0) return;
+  fail("q_heads", q_heads, "a multiple of kv_heads, which is " + std::to_string(kv_heads),
+       "pass the model's head counts");
+}
+
 /// What errors show of rows: [sequences, tokens, heads].
 template <class T>
 std::string shape_text(const rows_view<T>& rows) {
@@ -57,9 +65,7 @@ struct model_shape {
 
   void check() const {
     require(layers >= 1, "layers", layers, "at least 1", "pass the model's number of layers");
-    require(kv_heads >= 1, "kv_heads", kv_heads, "at least 1", "pass the model's number of KV heads");
-    require(q_heads >= 1 && q_heads % kv_heads == 0, "q_heads", q_heads,
-            "a multiple of kv_heads, which is " + std::to_string(kv_heads), "pass the model's head counts");
+    require_head_counts(q_heads, kv_heads);
     require(sliding.empty() || index_t(sliding.size()) == layers, "layers that may slide", sliding.size(),
             "one for each layer, which are " + std::to_string(layers),
             "say of every layer whether it slides, or of none");

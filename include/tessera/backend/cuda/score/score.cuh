@@ -48,8 +48,7 @@ class attentive_score {
       : rows_(sequences * kv_heads), kv_heads_(kv_heads), q_heads_(q_heads), queries_(queries), capacity_(capacity) {
     require(sequences >= 1 && kv_heads >= 1, "sequences * kv_heads", rows_, "at least 1",
             "score a batch that has rows");
-    require(q_heads >= 1 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
-            "pass the model's head counts");
+    require_head_counts(q_heads, kv_heads);
     require(queries >= 1 && capacity >= 1, "queries and capacity",
             std::to_string(queries) + " and " + std::to_string(capacity), "at least 1 each",
             "pass the most queries of a call and the most tokens of a row");

@@ -45,9 +45,7 @@ class decode_attention {
         clusters_(device) {
     require(sequences > 0, "sequences", sequences, "at least 1", "pass the largest batch");
     require(tokens > 0, "tokens", tokens, "at least 1", "pass the most tokens of a step");
-    require(kv_heads > 0, "kv_heads", kv_heads, "at least 1", "pass the model's head counts");
-    require(q_heads > 0 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
-            "pass the model's head counts");
+    require_head_counts(q_heads, kv_heads);
     require(rows_ <= detail::max_rows, "sequences * kv_heads", rows_, "at most " + std::to_string(detail::max_rows),
             "split the batch");
     query_blocks_ = ceil_div(tokens * (q_heads / kv_heads), detail::rows_per_block);

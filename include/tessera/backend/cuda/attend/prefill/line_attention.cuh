@@ -63,8 +63,7 @@ class line_attention {
  public:
   line_attention(index_t kv_heads, index_t q_heads, const device_info& device)
       : kv_heads_(kv_heads), q_heads_(q_heads), launch_(detail::line_attention_entry<View, Out>, device) {
-    require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
-            "pass the model's head counts");
+    require_head_counts(q_heads, kv_heads);
   }
 
   std::size_t workspace_bytes() const { return launch_.workspace_bytes(); }

@@ -172,8 +172,7 @@ class prefill_attention {
         launch_(detail::prefill_entry<View, Out>, device) {
     require(sequences > 0 && kv_heads > 0, "sequences * kv_heads", offset_t(sequences) * kv_heads, "at least 1",
             "pass the batch's and the model's counts");
-    require(q_heads > 0 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
-            "pass the model's head counts");
+    require_head_counts(q_heads, kv_heads);
   }
 
   std::size_t workspace_bytes() const { return launch_.workspace_bytes(); }

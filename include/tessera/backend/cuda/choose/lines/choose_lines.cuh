@@ -6,7 +6,7 @@
 
 #include "../../../../concepts/prefill.hpp"
 #include "../../../../core/host/host_vector.hpp"
-#include "../../../../core/types.hpp"
+#include "../../../../core/model_shape.hpp"
 #include "../../device/alignment.cuh"
 #include "../../device/kernel.cuh"
 #include "../../device/memory.cuh"
@@ -186,8 +186,7 @@ class choose_lines {
   choose_lines(index_t kv_heads, index_t q_heads, index_t positions, index_t max_rows, const device_info& device,
                std::size_t bytes = std::size_t(1) << 30)
       : kv_heads_(kv_heads), q_heads_(q_heads), words_((std::max)(1, ceil_div(positions, 32))), max_rows_(max_rows) {
-    require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
-            "pass the model's head counts");
+    require_head_counts(q_heads, kv_heads);
     require(positions >= 0 && positions < (1 << 29) && max_rows >= 0, "positions", positions, "0 to 2^29",
             "pass how long a conversation becomes");
     at_once_ = index_t(std::clamp<std::size_t>(bytes / (std::max<std::size_t>)(1, memory(*this, nullptr, 1).bytes()), 1,

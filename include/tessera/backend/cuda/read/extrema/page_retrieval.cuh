@@ -4,10 +4,11 @@
 #include <algorithm>
 #include <string>
 
+#include "../../../../core/model_shape.hpp"
 #include "../../../../core/selection.hpp"
 #include "../../attend/attention_problems.cuh"
 #include "../../device/alignment.cuh"
-#include "../../device/tuning.cuh"
+#include "../../device/kernel.cuh"
 #include "../../device/workspace.cuh"
 #include "../../store/slot_order.cuh"
 #include "detail/page_attention.cuh"
@@ -182,8 +183,7 @@ class choose_pages {
             "cover every plan that may come");
     require(sequences >= 1 && kv_heads_ >= 1 && rows_ <= 65535, "sequences * kv_heads", rows_, "1 to 65535",
             "split the batch");
-    require(q_heads_ >= 1 && q_heads_ % kv_heads_ == 0, "q_heads", q_heads_, "a multiple of kv_heads",
-            "pass the model's head counts");
+    require_head_counts(q_heads_, kv_heads_);
     require(tokens_ >= 1 && tokens_ <= detail::max_step_tokens, "tokens", tokens_,
             "1 to " + std::to_string(detail::max_step_tokens), "split the step");
     require(tokens_ * (q_heads_ / kv_heads_) <= detail::max_query_rows, "tokens * query heads of a group",
