@@ -188,8 +188,8 @@ TEST_CASE("log-sum-exps of another shape, rows without memory and chunks of two 
     now.refuses("memory of q, k and v is null", [&](any_cache& cache) { cache.prefill(0, id, q, none, v); });
     for (const auto& [tokens, heads] : {std::pair{1, 4}, {2, 3}, {3, 4}}) {
       const auto lse = nowhere.rows(tokens, heads);
-      const std::string words = "shape of lse is [1, " + std::to_string(tokens) + ", " + std::to_string(heads) +
-                                "]; expected that of q, [1, 2, 4]";
+      const std::string words =
+          "shape of lse is [1, " + std::to_string(tokens) + ", " + std::to_string(heads) + "]; expected [1, 2, 4]";
       now.refuses(words, [&](any_cache& cache) {
         cache.prefill_attention(0, id, now.data.queries(0, 58, 2), nowhere.rows(2), lse);
       });

@@ -1,7 +1,10 @@
 // The result of attention over one part of the stored tokens, from which several parts merge into the whole.
 #pragma once
 
-#include "views.hpp"
+#include <algorithm>
+#include <span>
+
+#include "model_shape.hpp"
 
 TESSERA_SHARED_NAMESPACE_BEGIN
 
@@ -17,3 +20,26 @@ struct attention_part {
 };
 
 TESSERA_SHARED_NAMESPACE_END
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Checks what `merge_parts` reads and writes; `lse` may have no data.
+/// Errors   no memory, negative counts, another head dim, shapes that differ: tessera::error.
+template <class Out>
+void require_parts(std::span<const attention_part> parts, const rows_view<Out>& out, const rows_view<float>& lse,
+                   index_t dim) {
+  if ((std::min)({out.sequences, out.tokens, out.heads}) < 0) {
+    fail("counts of out", shape_text(out), "at least 0 each", "pass [sequences, tokens, q_heads, dim]");
+  }
+  require_dim(out, dim, "out");
+  if (out.sequences == 0 || out.tokens == 0 || out.heads == 0) return;
+  if (!out.data) fail("out", "null", "memory for the rows", "pass the rows themselves");
+  if (lse.data) require_same_shape("lse", lse, out);
+  for (const attention_part& part : parts) {
+    require_dim(part.out, dim, "out of a part");
+    require_same_shape("out of a part", part.out, out);
+    require_same_shape("lse of a part", part.lse, out);
+  }
+}
+
+TESSERA_NAMESPACE_END

@@ -17,6 +17,33 @@ void require_dim(const rows_view<T>& rows, index_t dim, const char* name) {
   }
 }
 
+/// Errors   no heads, or query heads that form no whole groups: tessera::error.
+inline void require_head_counts(index_t q_heads, index_t kv_heads) {
+  if (kv_heads < 1) fail("kv_heads", kv_heads, "at least 1", "pass the model's head counts");
+  if (q_heads >= 1 && q_heads % kv_heads == 0) return;
+  fail("q_heads", q_heads, "a multiple of kv_heads, which is " + std::to_string(kv_heads),
+       "pass the model's head counts");
+}
+
+/// What errors show of rows: [sequences, tokens, heads].
+template <class T>
+std::string shape_text(const rows_view<T>& rows) {
+  return "[" + std::to_string(rows.sequences) + ", " + std::to_string(rows.tokens) + ", " + std::to_string(rows.heads) +
+         "]";
+}
+
+template <class A, class B>
+bool same_shape(const rows_view<A>& a, const rows_view<B>& b) {
+  return a.sequences == b.sequences && a.tokens == b.tokens && a.heads == b.heads;
+}
+
+/// Errors   no memory, or another shape than `like`: tessera::error.
+template <class A, class B>
+void require_same_shape(const char* name, const rows_view<A>& rows, const rows_view<B>& like) {
+  if (rows.data && same_shape(rows, like)) return;
+  fail(name, rows.data ? shape_text(rows) : "null", shape_text(like), "give all rows of a call one shape, and memory");
+}
+
 /// Layers and heads; head dims and element type are the layout's.
 struct model_shape {
   index_t layers = 0;
@@ -38,9 +65,7 @@ struct model_shape {
 
   void check() const {
     require(layers >= 1, "layers", layers, "at least 1", "pass the model's number of layers");
-    require(kv_heads >= 1, "kv_heads", kv_heads, "at least 1", "pass the model's number of KV heads");
-    require(q_heads >= 1 && q_heads % kv_heads == 0, "q_heads", q_heads,
-            "a multiple of kv_heads, which is " + std::to_string(kv_heads), "pass the model's head counts");
+    require_head_counts(q_heads, kv_heads);
     require(sliding.empty() || index_t(sliding.size()) == layers, "layers that may slide", sliding.size(),
             "one for each layer, which are " + std::to_string(layers),
             "say of every layer whether it slides, or of none");
@@ -89,18 +114,8 @@ struct model_shape {
     require_dim(q, k_dim, "q");
     require_dim(out, v_dim, "out");
     if (q.heads != q_heads) fail("heads of q", q.heads, std::to_string(q_heads), "pass [tokens, q_heads, head_dim]");
-    const auto text = [](index_t sequences, index_t tokens, index_t heads) {
-      return "[" + std::to_string(sequences) + ", " + std::to_string(tokens) + ", " + std::to_string(heads) + "]";
-    };
-    if (!out.data || out.heads != q.heads || out.tokens != q.tokens || out.sequences != q.sequences) {
-      fail("shape of out", text(out.sequences, out.tokens, out.heads),
-           "that of q, " + text(q.sequences, q.tokens, q.heads) + ", with memory behind it",
-           "give every query row its output");
-    }
-    if (lse.data && (lse.heads != q.heads || lse.tokens != q.tokens || lse.sequences != q.sequences)) {
-      fail("shape of lse", text(lse.sequences, lse.tokens, lse.heads),
-           "that of q, " + text(q.sequences, q.tokens, q.heads), "give every query row its log-sum-exp, or none");
-    }
+    require_same_shape("shape of out", out, q);
+    if (lse.data) require_same_shape("shape of lse", lse, q);
   }
 };
 

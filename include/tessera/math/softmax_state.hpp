@@ -31,6 +31,20 @@ struct softmax_state {
 
   /// Natural log of the sum of exponentials; -infinity when nothing was seen.
   TESSERA_HD float log_sum_exp() const { return empty() ? -infinity : max + std::log(sum); }
+  /// The same, but NaN where the sum is: a row of nothing but NaN has no maximum.
+  TESSERA_HD float lse() const { return sum != sum ? sum : log_sum_exp(); }
+
+  /// Ends a row: its head's sink logit (null: none) adds to the sum and nothing to the output, and does not hide a NaN.
+  /// Returns what turns the row's summed output into its output, 0 where nothing was seen.
+  TESSERA_HD float close(const float* sink_logits, index_t q_head) {
+    float scale = 1;
+    if (sink_logits && sum == sum) {
+      const float before = max;
+      merge({sink_logits[q_head], 1.0f});
+      scale = before == -infinity ? 0.0f : std::exp(before - max);
+    }
+    return sum == 0 ? 0.0f : scale / sum;
+  }
 };
 
 /// Merges two normalised partial attention results over disjoint keys into the first.

@@ -1,6 +1,8 @@
 // What a first stage chooses from, on both backends.
 #pragma once
 
+#include <string>
+
 #include "../error.hpp"
 #include "../logit_rule.hpp"
 #include "../prompt/prompt_reach.hpp"
@@ -29,11 +31,11 @@ struct choose_problem {
                                  ///< is computed here; data null: all are
   bool lse_complete = false;     ///< every row has one: the device does not check
   logit_rule rule{};
-  slot_column<const float> scores{};  ///< accumulated scores
-  index_t tail = 0;                   ///< newest tokens that stay whatever their score; the scorer may want more
-  const index_t* tails = nullptr;     ///< [sequences], in place of it and of the scorer's
-  const index_t* budgets = nullptr;   ///< [sequences], in place of the budget's tokens
-  page_pool pool{};                   ///< for the CPU's checks
+  slot_column<const float> scores{};      ///< accumulated scores
+  index_t tail = 0;                       ///< newest tokens that stay whatever their score; the scorer may want more
+  const index_t* tails = nullptr;         ///< [sequences], in place of it and of the scorer's
+  const index_t* budgets = nullptr;       ///< [sequences], in place of the budget's tokens
+  page_pool pool{};                       ///< for the CPU's checks
   slot_column<const index_t> segments{};  ///< which segment of the text each slot belongs to, ascending
   const float* projection = nullptr;      ///< [q_heads, v_dim, hidden] of this layer, to weigh values by; null: none
   index_t hidden = 0;                     ///< of the projection
@@ -42,6 +44,19 @@ struct choose_problem {
   const query_statistics* statistics = nullptr;
   const float* rope_frequencies = nullptr;  ///< [k_dim / 2], for a scorer of statistics
   const index_t* counts = nullptr;          ///< [kv_heads] of one sequence: tokens to keep, in place of the budget's
+
+  /// Errors   no such layer, no heads, nothing given that the policy needs of each sequence: tessera::error.
+  void check(bool by_position, bool by_statistics) const {
+    require(layers >= 1 && layer >= 0 && layer < layers, "layer", layer, "0 to layers - 1",
+            "pass which layer of how many is asked about");
+    require(view.kv_heads >= 1, "kv_heads", view.kv_heads, "at least 1", "pass the model's head counts");
+    require(!by_statistics || (statistics && rope_frequencies), "statistics and rope_frequencies", "null",
+            "what the prompt's queries are like, and how RoPE turns them", "add them up: query_sums");
+    require(!by_statistics || (q.heads >= 1 && q.heads % view.kv_heads == 0), "query heads of the statistics", q.heads,
+            "a multiple of kv_heads, which is " + std::to_string(view.kv_heads), "set q.heads");
+    require(first_position || !by_position, "first_position", "null", "a position for each sequence",
+            "say where the queries, or the next tokens, are");
+  }
 };
 
 /// Throws tessera::error where a scorer of a window has no queries: the earliest tokens would stay. The CPU asks where

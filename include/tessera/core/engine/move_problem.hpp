@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "../error.hpp"
+#include "../model_shape.hpp"
 #include "../selection.hpp"
 #include "../stored/segment_cursor.hpp"
 #include "../stored/slot_column.hpp"
@@ -49,10 +49,10 @@ template <class View, class E>
 struct append_problem {
   static_assert(!std::is_const_v<typename View::stored_type>,
                 "tessera: append writes to its view: a kv_view<E>, not a kv_view<const E>");
-  View view;                   ///< with memory for the new tokens; its lengths do not count them yet
-  rows_view<const E> k, v;     ///< [sequences, tokens, kv_heads, dim]; on the device dim stride 1
-  index_t* lengths = nullptr;  ///< the memory of view.lengths, or another of its strides; gets the new lengths
-  const index_t* new_tokens = nullptr;      ///< [sequences], at most k.tokens; null: all of them
+  View view;                            ///< with memory for the new tokens; its lengths do not count them yet
+  rows_view<const E> k, v;              ///< [sequences, tokens, kv_heads, dim]; on the device dim stride 1
+  index_t* lengths = nullptr;           ///< the memory of view.lengths, or another of its strides; gets the new lengths
+  const index_t* new_tokens = nullptr;  ///< [sequences], at most k.tokens; null: all of them
   const index_t* first_position = nullptr;  ///< [sequences]; null: positions go on from the old length
   slot_column<index_t> positions{};
   slot_column<float> scores{};               ///< of new tokens: 0
@@ -60,6 +60,33 @@ struct append_problem {
   slot_column<index_t> segments{};           ///< of new tokens: by `boundaries`, which must be there
   const std::uint8_t* boundaries = nullptr;  ///< [sequences, k.tokens], 1 after which a segment ends, else 0
   segment_cursor* texts = nullptr;           ///< [sequences], of each text; advanced
+
+  /// Errors   shapes that differ, missing memory, scales that rows share: tessera::error.
+  void check() const {
+    require_dim(k, View::k_dim, "k");
+    require_dim(v, View::v_dim, "v");
+    if (k.tokens != v.tokens || k.tokens < 0) {
+      fail("tokens of v", v.tokens, std::to_string(k.tokens) + ", as of k", "append k and v together");
+    }
+    if (segments.data && !(boundaries && texts)) {
+      fail("boundaries and texts", "null", "flags for the new tokens, and a cursor a sequence",
+           "say after which tokens a segment ends, and where each text stands");
+    }
+    if (k.tokens == 0 || view.sequences <= 0) return;
+    const auto fits = [&](const auto& rows) { return rows.sequences == view.sequences && rows.heads == view.kv_heads; };
+    if (!fits(k) || !fits(v)) {
+      fail("shapes of k and v", shape_text(k) + " and " + shape_text(v),
+           "new rows of the view's " + std::to_string(view.sequences) + " sequences and " +
+               std::to_string(view.kv_heads) + " kv_heads",
+           "append to every sequence of the view; new_tokens may be 0");
+    }
+    const bool has_scales = !View::encoding_type::scaled || (view.scales.k && view.scales.v);
+    if (!k.data || !v.data || !view.k || !view.v || !view.lengths || !has_scales) {
+      fail("memory of the problem", "null", "memory behind k, v, the view, its lengths and its scales",
+           "pass the rows, and where they go");
+    }
+    require_row_scales(view);
+  }
 };
 /// k and v may be rows of memory that the caller writes elsewhere.
 template <class View, class K, class V, class... Rest>
@@ -83,6 +110,18 @@ struct pack_problem {
   page_pool pool{};            ///< of both views, for the CPU's checks
   slot_column<const index_t> source_segments{};
   slot_column<index_t> segments{};
+
+  /// Errors   views of other batches, a column to write without one to read, scales that rows share: tessera::error.
+  void check() const {
+    require(target.sequences == source.sequences && target.kv_heads == source.kv_heads,
+            "sequences and kv_heads to pack into",
+            std::to_string(target.sequences) + " and " + std::to_string(target.kv_heads),
+            std::to_string(source.sequences) + " and " + std::to_string(source.kv_heads), "pass views of one batch");
+    require((!scores.data || source_scores.data) && (!segments.data || source_segments.data),
+            "source_scores or source_segments", "null", "a column where `scores` or `segments` is given",
+            "pass the columns that scores and segments are copied from");
+    if (target.sequences > 0) require_row_scales(target);
+  }
 };
 
 TESSERA_NAMESPACE_END

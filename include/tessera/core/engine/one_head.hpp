@@ -27,6 +27,16 @@ index_t virtual_ids_of_page(const View& view, const page_pool& pool = {}) {
   return index_t(ids);
 }
 
+/// The same for rows of `max_blocks` entries that `virtual_blocks` fills.
+/// Errors   rows without entries, pages of no slots: tessera::error.
+template <class View>
+index_t virtual_ids_of_page(const View& view, index_t max_blocks, const page_pool& pool) {
+  static_assert(page_table<decltype(View::table)>, "tessera: virtual page ids are made from a table of pages");
+  require(max_blocks >= 1, "max_blocks", max_blocks, "at least 1", "pass how many entries a row of blocks has");
+  require_tables(view);
+  return virtual_ids_of_page(view, pool);
+}
+
 /// A view of one head over sequences * kv_heads sequences, row = sequence * kv_heads + head, behind `blocks` as
 /// `virtual_blocks` fills it. Queries for it: [sequences * kv_heads, tokens, group, dim].
 /// Shapes   blocks [sequences * kv_heads, max_blocks].

@@ -1,6 +1,9 @@
 // An engine's pages: how many there are, and which of them an eviction leaves empty.
 #pragma once
 
+#include <string>
+
+#include "../error.hpp"
 #include "../views.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -10,6 +13,18 @@ struct page_pool {
   index_t pages = 0;       ///< in the pool: table entries are 0 to pages - 1
   index_t max_blocks = 0;  ///< entries of a table row, where tables are dense
 };
+
+/// Errors   pages of no slots, tables with different numbers of a sequence's heads: tessera::error.
+template <class View>
+void require_tables(const View& view) {
+  if (view.table.page < 1) fail("slots of a page", view.table.page, "at least 1", "pass the page size of the pool");
+  if (view.sequences <= 0) return;
+  const index_t tables = view.table.tables(view.kv_heads);
+  if (tables < 1 || view.kv_heads < tables || view.kv_heads % tables != 0) {
+    fail("tables of a sequence", tables, "1, or one for each kv_head, which are " + std::to_string(view.kv_heads),
+         "pass kv_heads as the tables have them");
+  }
+}
 
 /// Which pages a batch still needs after an eviction. On the device every pointer is a device pointer.
 ///
@@ -29,6 +44,15 @@ struct free_pages_problem {
   index_t* freed_count = nullptr;  ///< [table rows]
   page_pool pool{};
 
+  /// Errors   impossible shapes, missing memory: tessera::error.
+  void check() const {
+    require_tables(view);
+    require(layers >= 1, "layers", layers, "at least 1", "pass how many layers share the tables");
+    require(spare_tokens >= 0, "spare_tokens", spare_tokens, "at least 0", "pass for how many more tokens pages stay");
+    require(view.sequences <= 0 || (page_counts && freed && freed_count),
+            "memory of page_counts, freed and freed_count", "null", "memory behind each",
+            "pass the pages that rows hold, and memory for what comes out");
+  }
   TESSERA_HD index_t length(index_t layer, index_t sequence, index_t head) const {
     return view
         .lengths[layer * layer_stride + sequence * view.length_strides.sequence + head * view.length_strides.head];

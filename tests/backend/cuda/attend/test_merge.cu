@@ -320,8 +320,8 @@ TEST_CASE("a merge refuses parts of other shapes, without lse, or out of line, b
     const std::vector<attention_part> parts = {a.part(), part};
     CHECK_THROWS_WITH(cuda::merge_parts<64>(parts, nullptr, merged.rows(), merged.lses(), nullptr), contains(name));
   };
-  refused(b.part(), "out of a part [sequences, tokens, q_heads] is [1, 1, 4]; expected [1, 2, 4]");
-  refused({a.part().out, b.part().lse}, "lse of a part [sequences, tokens, q_heads]");
+  refused(b.part(), "out of a part is [1, 1, 4]; expected [1, 2, 4]");
+  refused({a.part().out, b.part().lse}, "lse of a part is [1, 1, 4]");
   auto bad = a.part();
   bad.lse.data = nullptr;
   refused(bad, "lse of a part is null");

@@ -350,11 +350,11 @@ TEST_CASE("GPU prefill attention refuses what it cannot run, before it launches"
   refused([](auto& p) { p.first_position = nullptr; }, "problem is null");
   refused([](auto& p) { p.q.data += 4; }, "address of q");
   refused([](auto& p) { p.view.v += 1; }, "address of values");
-  refused([](auto& p) { p.view.k_strides.token = 68; }, "a stride of keys is 68");
+  refused([](auto& p) { p.view.k_strides.token = 68; }, "stride of keys is 68");
   refused([](auto& p) { p.view.v_strides.dim = 2; }, "stride of a row's elements is 2");
-  refused([](auto& p) { p.q.token_stride += 4; }, "a stride of q");
+  refused([](auto& p) { p.q.token_stride += 4; }, "stride of q");
   refused([](auto& p) { p.out.data += 1; }, "address of out");
-  refused([](auto& p) { p.out.head_stride = 65; }, "a stride of out is 65");
+  refused([](auto& p) { p.out.head_stride = 65; }, "stride of out is 65");
 
   auto nothing = good;
   nothing.q.tokens = nothing.out.tokens = nothing.lse.tokens = 0;

@@ -178,8 +178,8 @@ void check_attention(const View& view, const query_rows<Q>& queries, const atten
           "say where the first query of each sequence stands");
   require(!queries.valid, "valid of queries", "given", "null", "attend all tokens of the call");
   require_dim(output.out, View::v_dim, "out");
-  detail::require_same_shape("out", output.out, queries.q);
-  if (output.lse.data) detail::require_same_shape("lse", output.lse, queries.q);
+  require_same_shape("out", output.out, queries.q);
+  if (output.lse.data) require_same_shape("lse", output.lse, queries.q);
 }
 
 /// Causal attention of a prompt chunk over all stored tokens, those of the chunk included.
@@ -333,7 +333,7 @@ void decode_attention(const View& view, const query_rows<Q>& queries, const logi
 template <class View, class Q>
 void prefill_attention_part(const View& view, const query_rows<Q>& queries, logit_rule rule,
                             const attention_output& output, executor& workers) {
-  detail::require_same_shape("lse of a part", output.lse, queries.q);
+  require_same_shape("lse of a part", output.lse, queries.q);
   rule.sink_logits = nullptr;
   prefill_attention(view, queries, rule, output, workers);
 }
@@ -342,7 +342,7 @@ template <class View, class Q>
 void decode_attention_part(const View& view, const query_rows<Q>& queries, logit_rule rule,
                            const selection_view* chosen, const attention_output& output, decode_workspace& workspace,
                            executor& workers) {
-  detail::require_same_shape("lse of a part", output.lse, queries.q);
+  require_same_shape("lse of a part", output.lse, queries.q);
   rule.sink_logits = nullptr;
   decode_attention(view, queries, rule, chosen, output, workspace, workers);
 }

@@ -1,16 +1,12 @@
 // The merge of partial attention results on the CPU, where sink logits enter once.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <span>
-#include <string>
 
 #include "../../../core/attention_part.hpp"
-#include "../../../core/error.hpp"
 #include "../../../core/host/float_mode.hpp"
-#include "../../../core/model_shape.hpp"
 #include "../../../math/softmax_state.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -20,16 +16,9 @@ namespace detail {
 /// Divides a row by its softmax sum, sink logit included (null: no sink), and writes output and log-sum-exp.
 template <int Dv>
 void finish_row(const float* sink, softmax_state state, const float* from, float* out, float* lse) {
-  float scale = 1;
-  if (sink && state.sum == state.sum) {  // NaN alone has no maximum: the sink must not hide it
-    const float before = state.max;
-    state.merge({*sink, 1.0f});
-    scale = before == -infinity ? 0.0f : std::exp(before - state.max);
-  }
-  const bool seen = !(state.sum == 0);  // a NaN sum counts as seen: it must show
-  const float factor = seen ? scale / state.sum : 0.0f;
+  const float factor = state.close(sink, 0);
   for (int d = 0; d < Dv; ++d) out[d] = from[d] * factor;
-  if (lse) *lse = state.sum != state.sum ? state.sum : state.log_sum_exp();
+  if (lse) *lse = state.lse();
 }
 
 /// Merges `count` parts of one row, in order: part i has the softmax state `state(i)` and the row `row(i)`, which its
@@ -53,25 +42,6 @@ void merge_row(index_t count, const State& state, const Row& row, const float* s
   finish_row<Dv>(sink, total, merged, out, lse);
 }
 
-template <class A, class B>
-void require_same_shape(std::string_view name, const rows_view<A>& rows, const rows_view<B>& out) {
-  const auto text = [](const auto& x) {
-    return "[" + std::to_string(x.sequences) + ", " + std::to_string(x.tokens) + ", " + std::to_string(x.heads) + "]";
-  };
-  require(rows.data && rows.sequences == out.sequences && rows.tokens == out.tokens && rows.heads == out.heads, name,
-          rows.data ? text(rows) : "null", text(out), "give all parts, with their lse, the shape of out");
-}
-
-/// Errors   no memory, a negative count, another head dim: tessera::error.
-template <int Dim, class T>
-void require_rows(const char* name, const rows_view<T>& rows) {
-  require(rows.data != nullptr, name, "null", "memory for the rows", "pass the rows themselves");
-  require(rows.sequences >= 0 && rows.tokens >= 0 && rows.heads >= 0, std::string("counts of ") + name,
-          (std::min)(rows.sequences, (std::min)(rows.tokens, rows.heads)), "0 or more",
-          "pass [sequences, tokens, heads, dim]");
-  require_dim(rows, Dim, name);
-}
-
 }  // namespace detail
 
 /// Merges attention over parts of the stored tokens into attention over all of them.
@@ -86,13 +56,7 @@ template <int Dim>
 void merge_parts(std::span<const attention_part> parts, const float* sink_logits, const rows_view<float>& out,
                  const rows_view<float>& lse) {
   const default_float_mode mode;
-  detail::require_rows<Dim>("out", out);
-  if (lse.data) detail::require_same_shape("lse", lse, out);
-  for (const attention_part& part : parts) {
-    detail::require_rows<Dim>("out of a part", part.out);
-    detail::require_same_shape("out of a part", part.out, out);
-    detail::require_same_shape("lse of a part", part.lse, out);
-  }
+  require_parts(parts, out, lse, Dim);
   for (index_t b = 0; b < out.sequences; ++b) {
     for (index_t t = 0; t < out.tokens; ++t) {
       for (index_t h = 0; h < out.heads; ++h) {

@@ -7,6 +7,7 @@
 
 #include "../../../core/engine/choose_problem.hpp"
 #include "../../../core/host/host_vector.hpp"
+#include "../../../core/model_shape.hpp"
 #include "../score/contents.hpp"
 #include "../score/expected.hpp"
 #include "../score/score.hpp"
@@ -44,15 +45,7 @@ void check_choose(const choose_problem<View, E>& p) {
   constexpr bool by_position = positional_scorer<typename Policy::scorer_type>, by_segments = Policy::needs_segments,
                  by_statistics = Policy::observed == observes::statistics;
   constexpr bool for_layers = joining_scope<typename Policy::scope_type>;
-  require(p.layers >= 1 && p.layer >= 0 && p.layer < p.layers, "layer", p.layer, "0 to layers - 1",
-          "pass which layer of how many is asked about");
-  require(p.view.kv_heads >= 1, "kv_heads", p.view.kv_heads, "at least 1", "pass the model's head counts");
-  require(!by_statistics || (p.statistics && p.rope_frequencies), "statistics and rope_frequencies", "null",
-          "what the prompt's queries are like, and how RoPE turns them", "add them up: cpu::query_sums");
-  require(!by_statistics || (p.q.heads >= 1 && p.q.heads % p.view.kv_heads == 0), "query heads of the statistics",
-          p.q.heads, "a multiple of kv_heads, which is " + std::to_string(p.view.kv_heads), "set q.heads");
-  require(p.first_position || !(by_queries || by_position || by_statistics), "first_position", "null",
-          "a position for each sequence", "say where the queries, or the next tokens, are");
+  p.check(by_queries || by_position || by_statistics, by_statistics);
   require_memory(p.view, by_queries, false);
   require_pages(p.view, p.pool);
   require_ascending(p.view);
@@ -78,14 +71,7 @@ void check_choose(const choose_problem<View, E>& p) {
               "heads that keep the same slots have the same length");
     }
   }
-  if (by_queries && p.lse.data) {
-    const auto shape = [](const auto& rows) {
-      return "[" + std::to_string(rows.sequences) + ", " + std::to_string(rows.tokens) + ", " +
-             std::to_string(rows.heads) + "]";
-    };
-    require(p.lse.sequences == p.q.sequences && p.lse.tokens == p.q.tokens && p.lse.heads == p.q.heads, "shape of lse",
-            shape(p.lse), "that of q, " + shape(p.q), "pass one log-sum-exp for every query row, or none");
-  }
+  if (by_queries && p.lse.data) require_same_shape("shape of lse", p.lse, p.q);
 }
 
 /// Slots of a head before a position.

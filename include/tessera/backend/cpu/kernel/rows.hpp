@@ -63,9 +63,7 @@ View ascending_view(View view) {
 /// Errors   queries that do not fit: tessera::error.
 template <class View, class Q>
 void check_query_shapes(const View& view, const query_rows<Q>& queries) {
-  require(view.kv_heads >= 1 && queries.q.heads >= 1 && queries.q.heads % view.kv_heads == 0, "q_heads",
-          queries.q.heads, "a multiple of kv_heads, which is " + std::to_string(view.kv_heads),
-          "pass [tokens, q_heads, head_dim]");
+  require_head_counts(queries.q.heads, view.kv_heads);
   require(queries.q.sequences == view.sequences, "sequences of q", queries.q.sequences, std::to_string(view.sequences),
           "pass the queries of every sequence of the view");
   require(queries.q.tokens >= 0, "tokens of q", queries.q.tokens, "0 or more",

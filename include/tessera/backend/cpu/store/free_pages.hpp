@@ -19,14 +19,8 @@ namespace cpu {
 template <class View>
 void free_pages(const free_pages_problem<View>& p) {
   const auto& table = p.view.table;
-  require(table.page >= 1, "slots of a page", table.page, "at least 1", "pass the page size of the pool");
-  require(p.layers >= 1, "layers", p.layers, "at least 1", "pass how many layers share the tables");
-  require(p.spare_tokens >= 0, "spare_tokens", p.spare_tokens, "at least 0",
-          "pass for how many more tokens pages are kept");
+  p.check();
   if (p.view.sequences <= 0) return;
-  require_tables(p.view);
-  require(p.page_counts && p.freed && p.freed_count, "memory of page_counts, freed and freed_count", "null",
-          "memory behind heads", "pass the pages that rows hold, and room for what comes out");
   const index_t tables = table.tables(p.view.kv_heads), rows = p.view.sequences * tables;
   const index_t heads = p.view.kv_heads / tables;  // of a row
   const auto longest = [&](index_t row) {

@@ -7,7 +7,6 @@
 #include <string>
 
 #include "../../../core/engine/move_problem.hpp"
-#include "../../../core/model_shape.hpp"
 #include "../kernel/executor.hpp"
 #include "page_checks.hpp"
 
@@ -23,22 +22,7 @@ void append(const append_problem<View, E>& p) {
   using encoding = typename View::encoding_type;
   const default_float_mode mode;
   const View& view = p.view;
-  require_dim(p.k, View::k_dim, "k");
-  require_dim(p.v, View::v_dim, "v");
-  require(p.k.tokens == p.v.tokens && p.k.tokens >= 0, "tokens of v", p.v.tokens, std::to_string(p.k.tokens),
-          "append k and v together");
-  require(p.k.sequences == view.sequences && p.v.sequences == view.sequences, "sequences of k and v",
-          std::to_string(p.k.sequences) + " and " + std::to_string(p.v.sequences), std::to_string(view.sequences),
-          "append to every sequence of the view; new_tokens may be 0");
-  require(p.k.heads == view.kv_heads && p.v.heads == view.kv_heads, "heads of k and v",
-          std::to_string(p.k.heads) + " and " + std::to_string(p.v.heads), std::to_string(view.kv_heads),
-          "pass [sequences, tokens, kv_heads, head_dim]");
-  const bool has_scales = !encoding::scaled || (view.scales.k && view.scales.v);
-  require(p.k.tokens == 0 || view.sequences <= 0 ||
-              (p.k.data && p.v.data && view.k && view.v && view.lengths && has_scales),
-          "memory of the problem", "null", "memory behind k, v, the view, its lengths and its scales",
-          "pass the rows, and where they go");
-  if (p.k.tokens > 0 && view.sequences > 0) require_row_scales(view);
+  p.check();
   const auto added = [&](index_t b) { return p.new_tokens ? p.new_tokens[b] : p.k.tokens; };
   for (index_t b = 0; b < view.sequences; ++b) {
     require(added(b) >= 0 && added(b) <= p.k.tokens, "new tokens of sequence " + std::to_string(b), added(b),
@@ -66,9 +50,6 @@ void append(const append_problem<View, E>& p) {
          "pass first_position: where something was dropped, a length is no position");
   }
   if (p.segments.data) {
-    require(p.boundaries && p.texts, "boundaries and texts", "null",
-            "flags for the new tokens, and a cursor a sequence",
-            "say after which tokens a segment ends, and where each text stands");
     for (index_t b = 0; b < view.sequences; ++b)
       require_boundaries({p.boundaries + offset_t(b) * p.k.tokens, std::size_t(added(b))}, added(b));
   }
@@ -127,15 +108,8 @@ void pack(const pack_problem<From, To>& p, executor& workers) {
                     From::v_dim == To::v_dim,
                 "tessera: pack copies rows between views of one encoding and head dims");
   using S = typename To::stored_type;
-  require(p.target.sequences == p.source.sequences && p.target.kv_heads == p.source.kv_heads,
-          "sequences and kv_heads to pack into",
-          std::to_string(p.target.sequences) + " and " + std::to_string(p.target.kv_heads),
-          std::to_string(p.source.sequences) + " and " + std::to_string(p.source.kv_heads), "pass views of one batch");
+  p.check();
   require_memory(p.source, true, true);
-  if (p.target.sequences > 0) require_row_scales(p.target);
-  require((!p.scores.data || p.source_scores.data) && (!p.segments.data || p.source_segments.data),
-          "source_scores or source_segments", "null", "a column where `scores` or `segments` is given",
-          "pass the columns that scores and segments are copied from");
   require_selection(p.source, p.chosen);
   require_pages(p.source, p.pool);
   require_pages(p.target, p.pool,

@@ -89,16 +89,6 @@ void require_even_counts(const View& view, const selection_view& chosen) {
   }
 }
 
-/// Errors   tables with different numbers of a sequence's heads: tessera::error.
-template <class View>
-void require_tables(const View& view) {
-  const index_t tables = view.table.tables(view.kv_heads);
-  if (tables < 1 || view.kv_heads < tables || view.kv_heads % tables != 0) {
-    fail("tables of a sequence", tables, "1, or one for each kv_head, which are " + std::to_string(view.kv_heads),
-         "pass kv_heads as the tables have them");
-  }
-}
-
 /// Checks that the tables of a batch have the first `tokens_of(sequence, head)` slots of every head.
 /// Errors   tables that do not fit the heads, more slots than a row of a dense table can have, entries that are no page
 ///          of the pool: tessera::error.
@@ -107,9 +97,8 @@ template <class View, class Tokens>
 void require_pages(const View& view, const page_pool& pool, const Tokens& tokens_of) {
   if constexpr (requires { requires page_table<decltype(view.table)>; }) {
     const index_t page = view.table.page;
-    if (page < 1) fail("slots of a page", page, "at least 1", "pass the page size of the pool");
-    if (view.sequences <= 0) return;
     require_tables(view);
+    if (view.sequences <= 0) return;
     detail::for_each_table(view, tokens_of, [&](index_t b, index_t h, offset_t tokens) {
       if (pool.max_blocks > 0 && tokens > offset_t(pool.max_blocks) * page) {
         fail("tokens of " + detail::row_name(b, h), tokens,

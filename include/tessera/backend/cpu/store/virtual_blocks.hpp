@@ -13,9 +13,7 @@ namespace cpu {
 /// Errors   as virtual_ids_of_page says; a head with more pages than `max_blocks`: tessera::error.
 template <class View>
 void virtual_blocks(const View& view, index_t max_blocks, index_t* blocks, const page_pool& pool = {}) {
-  static_assert(page_table<decltype(View::table)>, "tessera: virtual page ids are made from a table of pages");
-  const index_t ids = virtual_ids_of_page(view, pool);
-  require(max_blocks >= 1, "max_blocks", max_blocks, "at least 1", "pass how many entries a row of blocks has");
+  const index_t ids = virtual_ids_of_page(view, max_blocks, pool);
   require_pages(view, {pool.pages, max_blocks});
   for (index_t row = 0; row < view.sequences * view.kv_heads; ++row) {
     const index_t b = row / view.kv_heads, h = row % view.kv_heads, used = ceil_div(view.length(b, h), view.table.page);

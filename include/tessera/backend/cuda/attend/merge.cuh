@@ -3,12 +3,12 @@
 
 #include <algorithm>
 #include <span>
-#include <string>
 
 #include "../../../core/attention_part.hpp"
-#include "../../../core/model_shape.hpp"
-#include "../device/launch.cuh"
+#include "../device/alignment.cuh"
+#include "../device/kernel.cuh"
 #include "../device/mma.cuh"
+#include "../device/softmax.cuh"
 #include "../device/warp.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(128) merge_entry(const __grid_constant__ merge
   float top = fmaxf(lse, sink);  // of the two that are not NaN
   top = lanes_max<32>(top);
   // Nothing seen, or nothing but NaN: weights against 0 are 0 or NaN, without inf - inf.
-  const float reference = top == -infinity ? 0.0f : top;
+  const float reference = softmax_reference(top);
   const float weight = exp2f((lse - reference) * log2e);
   const float sum = warp_sum(weight) + exp2f((sink - reference) * log2e);
   const float factor = sum == 0 ? 0.0f : 1 / sum;
@@ -91,27 +91,6 @@ __global__ void __launch_bounds__(128) merge_entry(const __grid_constant__ merge
   }
 }
 
-template <class A>
-std::string shape_of(const rows_view<A>& a) {
-  return "[" + std::to_string(a.sequences) + ", " + std::to_string(a.tokens) + ", " + std::to_string(a.heads) + "]";
-}
-template <class A>
-void require_rows_of_four(const std::string& name, const rows_view<A>& rows) {
-  constexpr std::size_t bytes = 4 * sizeof(A);
-  const auto address = reinterpret_cast<std::uintptr_t>(rows.data);
-  require(rows.data && address % bytes == 0, "address of " + name, address,
-          "a multiple of " + std::to_string(bytes) + ", not null", "align the tensor");
-  const offset_t strides[] = {rows.sequence_stride, rows.token_stride, rows.head_stride};
-  for (const offset_t stride : strides) {
-    require(stride % 4 == 0, "stride of " + name, stride, "a multiple of 4 elements", "pad the rows");
-  }
-}
-template <class A, class B>
-void require_same_shape(const std::string& name, const rows_view<A>& rows, const rows_view<B>& out) {
-  require(rows.sequences == out.sequences && rows.tokens == out.tokens && rows.heads == out.heads,
-          name + " [sequences, tokens, q_heads]", shape_of(rows), shape_of(out), "give all parts the shape of out");
-}
-
 }  // namespace detail
 
 /// Merges attention over parts of the stored tokens into attention over all of them.
@@ -129,20 +108,11 @@ void merge_parts(std::span<const attention_part> parts, const float* sink_logits
   static_assert(Dim % 4 == 0, "tessera: merge_parts takes rows of a multiple of 4 elements");
   static_assert(element<Out>, "tessera: merge_parts writes float, fp16 or bf16");
   using detail::max_parts;
-  require_dim(out, Dim, "out");
-  require(out.sequences >= 0 && out.tokens >= 0 && out.heads >= 0, "out [sequences, tokens, q_heads]",
-          detail::shape_of(out), "at least 0 each", "pass the shape of the attended rows");
+  require_parts(parts, out, lse, Dim);
   const offset_t rows = offset_t(out.sequences) * out.tokens * out.heads;
   if (rows == 0) return;
-  detail::require_rows_of_four("out", out);
-  if (lse.data) detail::require_same_shape("lse", lse, out);
-  for (const attention_part& part : parts) {
-    detail::require_same_shape("out of a part", part.out, out);
-    detail::require_same_shape("lse of a part", part.lse, out);
-    detail::require_rows_of_four("out of a part", part.out);
-    require(part.lse.data != nullptr, "lse of a part", "null", "device memory",
-            "ask attention for the lse of each part");
-  }
+  require_aligned_rows("out", out, 4);
+  for (const attention_part& part : parts) require_aligned_rows("out of a part", part.out, 4);
   const bool several = parts.size() > std::size_t(max_parts);
   require(!several || (std::is_same_v<Out, float> && lse.data), "parts", parts.size(),
           "at most " + std::to_string(max_parts) + " without fp32 outputs and lse",

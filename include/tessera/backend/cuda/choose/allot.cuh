@@ -7,12 +7,13 @@
 #include "../../../concepts/budget.hpp"
 #include "../../../core/error.hpp"
 #include "../../../core/plan/share_table.hpp"
-#include "../device/alignment.cuh"
-#include "../device/launch.cuh"
+#include "../device/kernel.cuh"
 #include "../device/memory.cuh"
 #include "../device/tuning.cuh"
 #include "../device/warp.cuh"
+#include "../device/workspace.cuh"
 #include "../score/score_rows.cuh"
+#include "detail/row_keys.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -87,7 +88,8 @@ template <class Budget, int Level>
 __global__ void __launch_bounds__(allot_threads)
     allot_by_score_entry(const __grid_constant__ score_rows in, Budget of_all, layer_of asked, allot_scratch scratch,
                          index_t capacity, index_t* counts) {
-  constexpr int shift = Level == 0 ? 21 : (Level == 1 ? 10 : 0), width = Level == 2 ? 1024 : 2048;
+  constexpr key_digit digit = key_digit::of_pass(Level);
+  constexpr int width = 1 << digit.bits();
   __shared__ unsigned bins[allot_bins], chosen, left;
   __shared__ block_scan<allot_threads, unsigned> scan;
   __shared__ bool last;
@@ -105,8 +107,7 @@ __global__ void __launch_bounds__(allot_threads)
   for (index_t i = index_t(blockIdx.x * allot_threads + threadIdx.x); i < candidates;
        i += index_t(gridDim.x) * allot_threads) {
     const unsigned key = ordered_bits(scores[i]);
-    if (Level == 0 || (Level == 1 ? key >> 21 : key >> 10) == prefix)
-      atomicAdd(&bins[(key >> shift) & (width - 1)], 1u);
+    if (digit.shares(key, prefix)) atomicAdd(&bins[digit(key)], 1u);
   }
   __syncthreads();
   unsigned* all_bins = scratch.bins + offset_t(Level) * rows * allot_bins;
@@ -258,7 +259,7 @@ class allot {
         1, (std::min)(ceil_div(capacity, detail::allot_portion), ceil_div(2 * device.multiprocessors, rows_)));
   }
 
-  std::size_t workspace_bytes() const { return by_score ? won_at() + std::size_t(rows_) * sizeof(unsigned) : 0; }
+  std::size_t workspace_bytes() const { return by_score ? memory(*this, nullptr).bytes() : 0; }
 
   /// `layer` of `layers`: for budgets that differ over the model's layers.
   void run(const score_rows& in, const Budget& given, index_t layer, index_t layers, index_t* counts, void* workspace,
@@ -273,11 +274,9 @@ class allot {
       launch_overlapping<detail::allot_by_length_entry<Budget>>(unsigned(ceil_div(rows, 128)), 128, stream,
                                                                 "launch of allot", in, policy, asked, counts);
     } else {
-      auto* bytes = static_cast<unsigned char*>(workspace);
-      const detail::allot_scratch scratch{reinterpret_cast<unsigned*>(bytes),
-                                          reinterpret_cast<detail::allot_state*>(bytes + state_at()),
-                                          reinterpret_cast<unsigned*>(bytes + won_at())};
-      check(cudaMemsetAsync(workspace, 0, won_at(), stream), "cudaMemsetAsync");
+      const memory arrays(*this, workspace);
+      const detail::allot_scratch scratch{arrays.bins, arrays.state, arrays.won};
+      check(cudaMemsetAsync(workspace, 0, arrays.cleared, stream), "cudaMemsetAsync");
       const dim3 grid{unsigned(blocks_), unsigned(rows)};
       detail::allot_by_score_entry<Budget, 0>
           <<<grid, detail::allot_threads, 0, stream>>>(in, policy, asked, scratch, capacity_, counts);
@@ -290,10 +289,14 @@ class allot {
   }
 
  private:
-  std::size_t state_at() const {
-    return std::size_t(rows_) * detail::allot_levels * detail::allot_bins * sizeof(unsigned);
-  }
-  std::size_t won_at() const { return state_at() + std::size_t(sequences_) * sizeof(detail::allot_state); }
+  struct memory : workspace_cut {
+    const allot& op;
+    memory(const allot& owner, void* begin) : workspace_cut(begin), op(owner) {}
+    unsigned* bins = array<unsigned>(std::size_t(op.rows_) * detail::allot_levels * detail::allot_bins);
+    detail::allot_state* state = array<detail::allot_state>(std::size_t(op.sequences_));
+    const std::size_t cleared = bytes();
+    unsigned* won = array<unsigned>(std::size_t(op.rows_));
+  };
 
   index_t sequences_, rows_, capacity_;
   budget_table<Budget> table_;

@@ -129,31 +129,26 @@ class weigh_scores {
         max_retained_(max_retained),
         best_({}, rows, capacity, device, max_retained) {}
 
-  std::size_t workspace_bytes() const {
-    return array_bytes<index_t>(std::size_t(rows_) * 3) +
-           array_bytes<index_t>(std::size_t(rows_) * std::size_t(max_retained_));
-  }
+  std::size_t workspace_bytes() const { return memory(*this, nullptr).bytes(); }
 
   /// counts: how many each row keeps, tail and settled slots included; weights [rows, weight_stride]; out [rows,
   /// capacity], or the rows of `in`.
   void run(const score_rows& in, const Scorer& scorer, const index_t* counts, const float* weights,
            offset_t weight_stride, float* out, void* workspace, cudaStream_t stream) const {
-    auto* numbers = static_cast<index_t*>(workspace);
+    const memory arrays(*this, workspace);
     const index_t rows = in.sequences * in.kv_heads;
-    index_t *candidates = numbers, *first = numbers + rows_;
     detail::count_first_entry<Scorer>
-        <<<unsigned(ceil_div(rows, 128)), 128, 0, stream>>>(in, scorer, counts, candidates, first);
+        <<<unsigned(ceil_div(rows, 128)), 128, 0, stream>>>(in, scorer, counts, arrays.candidates, arrays.first);
     select_problem problem;
     problem.scores = in.scores;
     problem.score_stride = in.row_stride;
     problem.score_offsets = in.offsets;
-    problem.n = {candidates};
-    problem.keep = {first};
+    problem.n = {arrays.candidates};
+    problem.keep = {arrays.first};
     problem.skip = in.settled;
-    problem.out = reinterpret_cast<index_t*>(static_cast<unsigned char*>(workspace) +
-                                             array_bytes<index_t>(std::size_t(rows_) * 3));
+    problem.out = arrays.slots;
     problem.out_stride = max_retained_;
-    problem.counts = numbers + 2 * rows_;
+    problem.counts = arrays.chosen;
     problem.rows = rows;
     best_.run(problem, nullptr, stream);
     const detail::finished_rows to{out, capacity_};
@@ -164,6 +159,16 @@ class weigh_scores {
   }
 
  private:
+  struct memory : workspace_cut {
+    const weigh_scores& op;
+    memory(const weigh_scores& owner, void* begin) : workspace_cut(begin), op(owner) {}
+    const std::size_t rows = std::size_t(op.rows_);
+    index_t* candidates = array<index_t>(rows);
+    index_t* first = array<index_t>(rows);
+    index_t* chosen = array<index_t>(rows);
+    index_t* slots = array<index_t>(rows * std::size_t(op.max_retained_));
+  };
+
   index_t rows_, capacity_, max_retained_;
   select_slots<top_tokens> best_;
 };
@@ -258,16 +263,14 @@ class choose_kept {
         weigh_(rows_, capacity, max_retained, device),
         select_(policy.selector, rows_, capacity, device, (std::min)(max_retained, policy.budget.tokens)) {}
 
-  std::size_t workspace_bytes() const {
-    return indices_at() + std::size_t(rows_) * std::size_t(max_retained_) * sizeof(index_t);
-  }
+  std::size_t workspace_bytes() const { return memory(*this, nullptr).bytes(); }
 
   /// Row r of the result begins at r * max_retained; it lies in the workspace. `in` may have fewer sequences than this
   /// object was made for; where their plans differ, `in.budgets` and `in.tails` say how, by sequence.
   selection_view run(const Retain& policy, const score_rows& in, index_t layer, index_t layers, void* workspace,
                      cudaStream_t stream, const slot_facts& beside = {}) const {
-    auto* bytes = static_cast<unsigned char*>(workspace);
-    auto* finished = reinterpret_cast<float*>(bytes + finished_at());
+    const memory arrays(*this, workspace);
+    float* const finished = arrays.finished;
     // Budgets and selectors accept NaN. A pass that changes scores once more needs scores without NaN.
     const bool as_they_are = !changes_again && finish::leaves_scores(policy.scorer);
     score_rows scores = as_they_are ? in : finish_.run(in, policy.scorer, finished, stream);
@@ -277,20 +280,19 @@ class choose_kept {
       scores.row_stride = capacity_;
     };
     if constexpr (segment_scorer<scorer>) {
-      rescore_segments(scores, beside.segments, policy.scorer, capacity_, finished,
-                       reinterpret_cast<unsigned*>(bytes + largest_at()), stream);
+      rescore_segments(scores, beside.segments, policy.scorer, capacity_, finished, arrays.largest, stream);
       changed();
     }
-    auto* counts = reinterpret_cast<index_t*>(bytes + counts_at());
+    index_t* const counts = arrays.counts;
     if (beside.counts) {
       check(cudaMemcpyAsync(counts, beside.counts, std::size_t(scores.sequences * scores.kv_heads) * sizeof(index_t),
                             cudaMemcpyDeviceToDevice, stream),
             "cudaMemcpyAsync");
     } else {
-      allot_.run(scores, policy.budget, layer, layers, counts, bytes, stream);
+      allot_.run(scores, policy.budget, layer, layers, counts, arrays.allotting, stream);
     }
     if constexpr (weighted_scorer<scorer>) {
-      weigh_.run(scores, policy.scorer, counts, beside.weights, beside.weight_stride, finished, bytes + weigh_at(),
+      weigh_.run(scores, policy.scorer, counts, beside.weights, beside.weight_stride, finished, arrays.weighing,
                  stream);
       changed();
     }
@@ -302,9 +304,9 @@ class choose_kept {
     problem.keep = {counts};
     problem.tail = {scores.tails, scores.tail, scores.kv_heads};
     problem.skip = scores.settled;
-    problem.out = reinterpret_cast<index_t*>(bytes + indices_at());
+    problem.out = arrays.slots;
     problem.out_stride = max_retained_;
-    problem.counts = counts + rows_;
+    problem.counts = arrays.chosen;
     problem.rows = scores.sequences * scores.kv_heads;
     // Lengths of separate rows lie side by side; a row for a whole sequence has the length of its first head.
     problem.n.stride = index_t(scores.kv_heads > 1 ? 1 : (std::max<offset_t>)(1, scores.length_strides.sequence));
@@ -318,16 +320,18 @@ class choose_kept {
   }
 
  private:
-  std::size_t counts_at() const { return padded(allot_.workspace_bytes()); }
-  std::size_t largest_at() const { return counts_at() + array_bytes<index_t>(std::size_t(rows_) * 2); }
-  std::size_t weigh_at() const {
-    return largest_at() + (segment_scorer<scorer> ? array_bytes<unsigned>(std::size_t(rows_)) : 0);
-  }
-  std::size_t finished_at() const { return weigh_at() + padded(weigh_.workspace_bytes()); }
-  std::size_t indices_at() const {
-    return finished_at() +
-           (changes_again ? array_bytes<float>(std::size_t(rows_) * std::size_t(capacity_)) : finish_.out_bytes());
-  }
+  struct memory : workspace_cut {
+    const choose_kept& op;
+    memory(const choose_kept& owner, void* begin) : workspace_cut(begin), op(owner) {}
+    const std::size_t rows = std::size_t(op.rows_), all = rows * std::size_t(op.capacity_);
+    void* allotting = block(op.allot_.workspace_bytes());
+    index_t* counts = array<index_t>(rows);
+    index_t* chosen = array<index_t>(rows);
+    unsigned* largest = array<unsigned>(segment_scorer<scorer> ? rows : 0);
+    void* weighing = block(op.weigh_.workspace_bytes());
+    float* finished = array<float>(changes_again || finish::changes ? all : 0);
+    index_t* slots = array<index_t>(rows * std::size_t(op.max_retained_));
+  };
 
   index_t rows_, capacity_, max_retained_;
   finish finish_;

@@ -79,12 +79,12 @@ class score_and_choose {
         factor_(limits.sequences * limits.kv_heads, limits.capacity),
         choose_(policy, limits.sequences, joins ? 1 : limits.kv_heads, limits.capacity, max_retained_, device) {}
 
-  std::size_t workspace_bytes() const { return choose_at() + choose_.workspace_bytes(); }
+  std::size_t workspace_bytes() const { return memory(*this, nullptr).bytes(); }
 
   selection_view run(const Policy& policy, const problem_type& p, void* workspace, cudaStream_t stream) const {
     check_problem(policy, p);
     watch_order(p.view, stream);
-    auto* bytes = static_cast<unsigned char*>(workspace);
+    const memory arrays(*this, workspace);
     score_rows in;
     in.sequences = p.view.sequences;
     in.kv_heads = p.view.kv_heads;
@@ -94,25 +94,21 @@ class score_and_choose {
     in.tails = p.tails ? p.tails : (observed == observes::window ? p.valid : nullptr);
     in.budgets = p.budgets;
     if (p.reach) {
-      in.settled = reinterpret_cast<index_t*>(bytes + settled_at());
-      in.earlier = in.settled + rows();
-      in.reach = p.reach;
-      find_settled(p.view, joins ? 1 : p.view.kv_heads, p.reach, reinterpret_cast<index_t*>(bytes + settled_at()),
-                   reinterpret_cast<index_t*>(bytes + settled_at()) + rows(), stream);
+      in.settled = arrays.settled, in.earlier = arrays.earlier, in.reach = p.reach;
+      find_settled(p.view, joins ? 1 : p.view.kv_heads, p.reach, arrays.settled, arrays.earlier, stream);
     }
     if constexpr (beside_tokens) {
       in.scores = p.scores.data;
       in.offsets = p.scores.begin;
       in.row_stride = p.view.kv_heads > 1 ? p.scores.head_stride : p.scores.sequence_stride;
     } else {
-      auto* raw = reinterpret_cast<float*>(bytes);
-      in.scores = raw;
+      in.scores = arrays.raw;
       in.row_stride = limits_.capacity;
       if constexpr (observed == observes::nothing) {
-        stored_.run(p.view, p.first_position, policy.scorer, raw, limits_.capacity, bytes + score_at(), stream);
+        stored_.run(p.view, p.first_position, policy.scorer, arrays.raw, limits_.capacity, arrays.scoring, stream);
       } else if constexpr (observed == observes::statistics) {
-        expected_.run(p.view, policy.scorer, p.statistics, p.rope_frequencies, p.first_position, p.rule, raw,
-                      limits_.capacity, bytes + score_at(), stream);
+        expected_.run(p.view, policy.scorer, p.statistics, p.rope_frequencies, p.first_position, p.rule, arrays.raw,
+                      limits_.capacity, arrays.scoring, stream);
       } else {
         score_problem<View> problem;
         problem.view = p.view;
@@ -123,39 +119,35 @@ class score_and_choose {
         problem.rule = p.rule;
         problem.lse = p.lse;
         problem.lse_complete = p.lse_complete;
-        problem.scores = raw;
+        problem.scores = arrays.raw;
         problem.row_stride = limits_.capacity;
-        score_.run(problem, policy.scorer, bytes + score_at(), stream);
+        score_.run(problem, policy.scorer, arrays.scoring, stream);
         if constexpr (joins_rows_by<scorer> == row_join::mean) divide_rows(problem, limits_.capacity, stream);
       }
     }
     if constexpr (multiplied_scorer<scorer>) {
-      auto* factors = reinterpret_cast<float*>(bytes + factors_at());
-      factor_.run(p.view, p.first_position, policy.scorer.factor, factors, limits_.capacity, bytes + score_at(),
+      factor_.run(p.view, p.first_position, policy.scorer.factor, arrays.factors, limits_.capacity, arrays.scoring,
                   stream);
-      multiply_scores(p.view, policy.scorer, factors, reinterpret_cast<float*>(bytes), limits_.capacity, stream);
+      multiply_scores(p.view, policy.scorer, arrays.factors, arrays.raw, limits_.capacity, stream);
     }
     slot_facts beside;
     beside.counts = p.counts;
     beside.segments = {p.segments, p.view.kv_heads, joins ? 1 : p.view.kv_heads};
     if constexpr (weighted_scorer<scorer>) {
-      auto* weights = reinterpret_cast<float*>(bytes + weights_at());
-      weight_.run(p.view, p.first_position, policy.scorer.weight, weights, limits_.capacity, nullptr, stream);
-      beside.weights = weights;
+      weight_.run(p.view, p.first_position, policy.scorer.weight, arrays.weights, limits_.capacity, nullptr, stream);
+      beside.weights = arrays.weights;
       beside.weight_stride = limits_.capacity;
     }
     if constexpr (!joins) {
-      return choose_.run(policy, in, p.layer, p.layers, bytes + choose_at(), stream, beside);
+      return choose_.run(policy, in, p.layer, p.layers, arrays.choosing, stream, beside);
     } else {
       constexpr row_join by = joins_rows_by<scorer>;
       constexpr bool adds_up = observed != observes::nothing && observed != observes::statistics &&
                                (by == row_join::sum || by == row_join::newest);
       const index_t summed = adds_up && p.q.heads > 0 ? p.q.heads : p.view.kv_heads;
-      const score_rows joined =
-          join_heads(in, policy.scope, summed, limits_.capacity, reinterpret_cast<float*>(bytes + joined_at()), stream);
-      const selection_view one = choose_.run(policy, joined, p.layer, p.layers, bytes + choose_at(), stream, beside);
-      return give_to_heads(one, p.view.sequences, p.view.kv_heads, reinterpret_cast<index_t*>(bytes + slots_at()),
-                           max_retained_, reinterpret_cast<index_t*>(bytes + counts_at()), stream);
+      const score_rows joined = join_heads(in, policy.scope, summed, limits_.capacity, arrays.joined, stream);
+      const selection_view one = choose_.run(policy, joined, p.layer, p.layers, arrays.choosing, stream, beside);
+      return give_to_heads(one, p.view.sequences, p.view.kv_heads, arrays.slots, max_retained_, arrays.counts, stream);
     }
   }
 
@@ -170,8 +162,9 @@ class score_and_choose {
             "sequences and kv_heads", std::to_string(p.view.sequences) + " and " + std::to_string(p.view.kv_heads),
             "1 to " + std::to_string(limits_.sequences) + " and " + std::to_string(limits_.kv_heads),
             "construct score_and_choose for the largest batch");
-    require(p.layers >= 1 && p.layer >= 0 && p.layer < p.layers, "layer", p.layer, "0 to layers - 1",
-            "pass which layer of how many is asked about");
+    constexpr bool by_statistics = observed == observes::statistics;
+    p.check(!beside_tokens && (observed == observes::window || by_statistics || positional_scorer<scorer>),
+            by_statistics);
     if constexpr (beside_tokens) {
       require(p.scores.data != nullptr, "scores", "null", "one for every stored slot",
               "accumulate them beside the tokens");
@@ -180,18 +173,10 @@ class score_and_choose {
           "sequence stride of the scores", p.scores.sequence_stride,
           "kv_heads rows, " + std::to_string(p.scores.head_stride * p.view.kv_heads),
           "keep them as [sequences, kv_heads, slots], or pass where each row begins");
-    } else if constexpr (observed == observes::window || observed == observes::statistics ||
-                         positional_scorer<scorer>) {
-      require(p.first_position != nullptr, "first_position", "null", "a position for each sequence",
-              "say where the queries, or the next tokens, are");
     }
     if constexpr (observed == observes::window) require_queries(p);
-    if constexpr (observed == observes::statistics) {
-      require(p.statistics && p.rope_frequencies, "statistics and rope_frequencies", "null",
-              "what the prompt's queries are like, and how RoPE turns them", "add them up: cuda::query_sums");
-      require(p.q.heads == limits_.q_heads, "query heads of the statistics", p.q.heads, std::to_string(limits_.q_heads),
-              "set q.heads");
-    }
+    require(!by_statistics || p.q.heads == limits_.q_heads, "query heads of the statistics", p.q.heads,
+            std::to_string(limits_.q_heads), "set q.heads");
     require(!Policy::needs_segments || p.segments.data, "segments", "null",
             "which segment of the text every stored slot belongs to", "keep them beside the tokens: cuda::append");
     require(!p.reach || length_budget<typename Policy::budget_type>, "reach", "given",
@@ -215,31 +200,24 @@ class score_and_choose {
     }
   }
 
-  // The workspace: raw scores; weights; factors; one row and its slots for all heads; what is settled; what scoring
-  // needs; what choosing needs.
-  std::size_t rows() const { return std::size_t(limits_.sequences) * std::size_t(limits_.kv_heads); }
-  std::size_t weights_at() const {
-    return beside_tokens ? 0 : array_bytes<float>(rows() * std::size_t(limits_.capacity));
-  }
-  std::size_t factors_at() const {
-    return weights_at() + (weighted_scorer<scorer> ? array_bytes<float>(rows() * std::size_t(limits_.capacity)) : 0);
-  }
-  std::size_t joined_at() const {
-    return factors_at() + (multiplied_scorer<scorer> ? array_bytes<float>(rows() * std::size_t(limits_.capacity)) : 0);
-  }
-  std::size_t slots_at() const {
-    return joined_at() +
-           (joins ? array_bytes<float>(std::size_t(limits_.sequences) * std::size_t(limits_.capacity)) : 0);
-  }
-  std::size_t counts_at() const {
-    return slots_at() + (joins ? array_bytes<index_t>(rows() * std::size_t(max_retained_)) : 0);
-  }
-  std::size_t settled_at() const { return counts_at() + (joins ? array_bytes<index_t>(rows()) : 0); }
-  std::size_t score_at() const { return settled_at() + array_bytes<index_t>(rows() * 2); }
-  std::size_t choose_at() const {
-    return score_at() + padded((std::max)({score_.workspace_bytes(), stored_.workspace_bytes(),
-                                         expected_.workspace_bytes(), factor_.workspace_bytes()}));
-  }
+  struct memory : workspace_cut {
+    const score_and_choose& op;
+    memory(const score_and_choose& owner, void* begin) : workspace_cut(begin), op(owner) {}
+    const std::size_t sequences = std::size_t(op.limits_.sequences),
+                      rows = sequences * std::size_t(op.limits_.kv_heads);
+    const std::size_t capacity = std::size_t(op.limits_.capacity), all = rows * capacity;
+    float* raw = array<float>(beside_tokens ? 0 : all);
+    float* weights = array<float>(weighted_scorer<scorer> ? all : 0);
+    float* factors = array<float>(multiplied_scorer<scorer> ? all : 0);
+    float* joined = array<float>(joins ? sequences * capacity : 0);  // one row for all heads
+    index_t* slots = array<index_t>(joins ? rows * std::size_t(op.max_retained_) : 0);
+    index_t* counts = array<index_t>(joins ? rows : 0);
+    index_t* settled = array<index_t>(rows);
+    index_t* earlier = array<index_t>(rows);
+    void* scoring = block((std::max)({op.score_.workspace_bytes(), op.stored_.workspace_bytes(),
+                                      op.expected_.workspace_bytes(), op.factor_.workspace_bytes()}));
+    void* choosing = block(op.choose_.workspace_bytes());
+  };
 
   choose_limits limits_;
   index_t max_retained_;

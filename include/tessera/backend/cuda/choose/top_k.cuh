@@ -6,7 +6,7 @@
 
 #include "../../../concepts/selector.hpp"
 #include "../../../core/selection.hpp"
-#include "../device/launch.cuh"
+#include "../device/kernel.cuh"
 #include "../device/tuning.cuh"
 #include "detail/held_select.cuh"
 #include "detail/row_select.cuh"
@@ -251,15 +251,11 @@ class select_slots {
             "cluster of a selection by one block", tuning.cluster, "1, and single tokens",
             "take the numbers of tune_select");
     entry_ = entry_of(tuning);
-    cudaFuncAttributes attributes{};
-    check(cudaFuncGetAttributes(&attributes, entry_), "cudaFuncGetAttributes");
-    const int room = device_info::current().shared_memory - int(attributes.sharedSizeBytes);
-    require(tuning.resident >= 0 && tuning.resident % 4 == 0 && shared_bytes() <= room, "resident", tuning.resident,
-            "a multiple of 4 up to " + std::to_string(room / 4), "take the numbers of tune_select");
-    // The limit belongs to the kernel, not to this object. It is always the device's, so that objects do not lower each
-    // other's.
-    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, room), "cudaFuncSetAttribute");
-    overlapping_ = attributes.ptxVersion >= 90;  // see can_overlap
+    const device_info device = device_info::current();
+    require(
+        tuning.resident >= 0 && tuning.resident % 4 == 0 && entry_.allow_shared(std::size_t(shared_bytes()), device),
+        "resident", tuning.resident, "a multiple of 4 up to " + std::to_string(entry_.shared_limit(device) / 4),
+        "take the numbers of tune_select");
   }
 
   std::size_t workspace_bytes() const { return 0; }
@@ -273,13 +269,12 @@ class select_slots {
     static_assert(detail::stream_threads == detail::select_threads<8> &&
                   detail::register_threads == detail::stream_threads);
     const bool alone = tuning_.cluster == 1 && tuning_.search == row_search::resident;
-    launch(entry_,
-           {.blocks = dim3(unsigned(rows * tuning_.cluster)),
-            .threads = dim3(unsigned(alone ? detail::select_threads<1> : detail::select_threads<8>)),
-            .shared_bytes = std::size_t(shared_bytes()),
-            .cluster = unsigned(tuning_.cluster),
-            .overlapping = overlapping_},
-           stream, "launch of select", problem, block_, tuning_.resident);
+    entry_.launch({.blocks = dim3(unsigned(rows * tuning_.cluster)),
+                   .threads = dim3(unsigned(alone ? detail::select_threads<1> : detail::select_threads<8>)),
+                   .shared_bytes = std::size_t(shared_bytes()),
+                   .cluster = unsigned(tuning_.cluster),
+                   .overlapping = entry_.overlaps()},
+                  stream, "launch of select", problem, block_, tuning_.resident);
   }
 
  private:
@@ -293,8 +288,7 @@ class select_slots {
   int shared_bytes() const {  // a candidate that survives has a slot beside its key
     return int(tuning_.resident) * (tuning_.search == row_search::streamed ? 8 : 4);
   }
-  using entry_type = void (*)(select_problem, index_t, index_t);
-  static entry_type entry_of(const select_tuning& tuning) {
+  static device_kernel<select_problem, index_t, index_t> entry_of(const select_tuning& tuning) {
     if constexpr (single) {
       if (tuning.search == row_search::streamed) return detail::select_entry<1, keys, row_search::streamed>;
     }
@@ -308,11 +302,9 @@ class select_slots {
     }
   }
 
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  entry_type entry_ = nullptr;
+  device_kernel<select_problem, index_t, index_t> entry_;
   index_t rows_, block_;
   select_tuning tuning_;
-  bool overlapping_ = false;
 };
 
 // Selectors with a body of their own, on the GPU: one thread a row runs it.

@@ -1,4 +1,4 @@
-// Where 16-byte accesses are possible, and where the arrays of a workspace begin.
+// Where 16-byte accesses are possible.
 #pragma once
 
 #include <string>
@@ -22,29 +22,36 @@ bool rows_on_16_bytes(const rows_view<T>& rows) {
   return rows_on_16_bytes(rows.data, {rows.sequence_stride, rows.head_stride, rows.token_stride, 1});
 }
 
-/// Errors   the first address or stride that does not fit: tessera::error with `name`.
-template <class T>
-void require_rows_on_16_bytes(const std::string& name, const T* data, const row_strides& strides) {
-  const auto address = reinterpret_cast<std::uintptr_t>(data);
-  require(address % 16 == 0, "address of " + name, address, "a multiple of 16", "align the tensor to 16 bytes");
-  constexpr offset_t step = 16 / offset_t(sizeof(T));
-  for (const offset_t stride : {strides.outer, strides.head, strides.token}) {
-    require(stride % step == 0, "stride of " + name, stride, "a multiple of " + std::to_string(step) + " elements",
-            "pad the rows to 16 bytes");
-  }
-  require(strides.dim == 1, "dim stride of " + name, strides.dim, "1", "store the elements of a row side by side");
-}
-template <class T>
-void require_rows_on_16_bytes(const std::string& name, const rows_view<T>& rows) {
-  require_rows_on_16_bytes(name, rows.data, {rows.sequence_stride, rows.head_stride, rows.token_stride, 1});
+/// Errors   an address that is no multiple of `bytes`: tessera::error with `name`.
+inline void require_aligned(const char* name, const void* data, std::size_t bytes) {
+  if (reinterpret_cast<std::uintptr_t>(data) % bytes == 0) return;
+  fail(std::string("address of ") + name, data, "a multiple of " + std::to_string(bytes), "align the memory");
 }
 
-/// Arrays of a workspace begin on 256 bytes, as cudaMalloc's do.
-constexpr std::size_t padded(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
-/// Bytes of an array of a workspace, padded so that another may follow.
+/// Errors   the first address or stride that is no multiple of `elements` elements: tessera::error with `name`.
 template <class T>
-constexpr std::size_t array_bytes(std::size_t count) {
-  return padded(count * sizeof(T));
+void require_aligned_rows(const char* name, const T* data, const row_strides& strides, offset_t elements) {
+  require_aligned(name, data, std::size_t(elements) * sizeof(T));
+  for (const offset_t stride : {strides.outer, strides.head, strides.token}) {
+    if (stride % elements == 0) continue;
+    fail(std::string("stride of ") + name, stride, "a multiple of " + std::to_string(elements) + " elements",
+         "pad the rows");
+  }
+  if (strides.dim != 1) {
+    fail(std::string("dim stride of ") + name, strides.dim, "1", "store the elements of a row side by side");
+  }
+}
+template <class T>
+void require_aligned_rows(const char* name, const rows_view<T>& rows, offset_t elements) {
+  require_aligned_rows(name, rows.data, {rows.sequence_stride, rows.head_stride, rows.token_stride, 1}, elements);
+}
+template <class T>
+void require_rows_on_16_bytes(const char* name, const T* data, const row_strides& strides) {
+  require_aligned_rows(name, data, strides, 16 / offset_t(sizeof(T)));
+}
+template <class T>
+void require_rows_on_16_bytes(const char* name, const rows_view<T>& rows) {
+  require_aligned_rows(name, rows, 16 / offset_t(sizeof(T)));
 }
 
 }  // namespace cuda

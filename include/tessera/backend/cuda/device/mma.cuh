@@ -5,7 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "copy.cuh"
-#include "logit.cuh"
+#include "softmax.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

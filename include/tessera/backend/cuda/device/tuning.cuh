@@ -36,20 +36,5 @@ struct device_info {
   }
 };
 
-/// Lets launches of a kernel use all the shared memory of a block that the kernel does not declare itself. The limit
-/// belongs to the kernel, and another object may need more than this one.
-/// Errors   the device has fewer than `wanted` bytes: tessera::error, which names the kernel.
-template <class Entry>
-void allow_shared(Entry entry, std::size_t wanted, const device_info& device, const std::string& kernel) {
-  cudaFuncAttributes compiled{};
-  check(cudaFuncGetAttributes(&compiled, entry), "cudaFuncGetAttributes");
-  const int room = device.shared_memory - int(compiled.sharedSizeBytes);
-  require(wanted <= std::size_t(room), "shared memory of a block of " + kernel, std::to_string(wanted) + " bytes",
-          "at most " + std::to_string(room) + " bytes on this device",
-          "lower the tokens that the operation is made for (a cache's cache_options::tokens), or use a device with "
-          "more of it");
-  check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, room), "cudaFuncSetAttribute");
-}
-
 }  // namespace cuda
 TESSERA_NAMESPACE_END

@@ -114,10 +114,6 @@ class finish_scores {
         (std::max)(1, (std::min)(ceil_div(capacity, detail::pool_tile), ceil_div(8 * device.multiprocessors, rows_)));
   }
 
-  std::size_t out_bytes() const {
-    return changes ? array_bytes<float>(std::size_t(rows_) * std::size_t(capacity_)) : 0;
-  }
-
   /// Whether this scorer's last pass leaves every score unchanged, except NaN, which ranks as -infinity either way.
   static bool leaves_scores([[maybe_unused]] const Scorer& scorer) {
     if constexpr (pooling_scorer<Scorer>) {

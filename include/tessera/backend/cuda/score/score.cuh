@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "../../../core/model_shape.hpp"
 #include "../device/check.cuh"
-#include "../device/launch.cuh"
+#include "../device/kernel.cuh"
 #include "../device/tuning.cuh"
+#include "../device/workspace.cuh"
 #include "../store/slot_order.cuh"
 #include "detail/score_lse.cuh"
 #include "detail/score_sum.cuh"
@@ -46,8 +48,7 @@ class attentive_score {
       : rows_(sequences * kv_heads), kv_heads_(kv_heads), q_heads_(q_heads), queries_(queries), capacity_(capacity) {
     require(sequences >= 1 && kv_heads >= 1, "sequences * kv_heads", rows_, "at least 1",
             "score a batch that has rows");
-    require(q_heads >= 1 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
-            "pass the model's head counts");
+    require_head_counts(q_heads, kv_heads);
     require(queries >= 1 && capacity >= 1, "queries and capacity",
             std::to_string(queries) + " and " + std::to_string(capacity), "at least 1 each",
             "pass the most queries of a call and the most tokens of a row");
@@ -66,9 +67,7 @@ class attentive_score {
       take_narrow(device);
   }
 
-  std::size_t workspace_bytes() const {
-    return lse_at() + std::size_t(rows_) * std::size_t(query_rows_) * sizeof(float);
-  }
+  std::size_t workspace_bytes() const { return memory(*this, nullptr).bytes(); }
 
   void run(const score_problem<View>& p, const Scorer& scorer, void* workspace, cudaStream_t stream) const {
     require(p.view.sequences >= 0 && p.view.sequences * kv_heads_ <= rows_ && p.view.kv_heads == kv_heads_ &&
@@ -78,10 +77,7 @@ class attentive_score {
             std::to_string(p.view.sequences) + " sequences, " + std::to_string(p.q.heads) + " q_heads, " +
                 std::to_string(p.q.tokens) + " queries",
             "at most what this object was made for", "make one object for the largest batch");
-    require(!p.lse.data || (p.lse.sequences == p.q.sequences && p.lse.tokens == p.q.tokens && p.lse.heads == q_heads_),
-            "rows of lse", offset_t(p.lse.sequences) * p.lse.tokens * p.lse.heads,
-            "those of q, " + std::to_string(offset_t(p.q.sequences) * p.q.tokens * q_heads_),
-            "pass one log-sum-exp for every query row, or none");
+    if (p.lse.data) require_same_shape("shape of lse", p.lse, p.q);
     require(!p.lse_complete || p.lse.data || p.q.tokens == 0, "lse", "null", "every row's, where lse_complete says so",
             "pass the log-sum-exps, or leave lse_complete out");
     require(p.q.data || p.q.tokens == 0 || p.view.sequences == 0, "memory of q", "null", "memory behind it",
@@ -90,30 +86,30 @@ class attentive_score {
     require_rows_on_16_bytes("K", p.view.k, p.view.k_strides);
     require_rows_on_16_bytes("q", p.q);
     watch_order(p.view, stream);
-    auto* bytes = static_cast<unsigned char*>(workspace);
-    float* lse = reinterpret_cast<float*>(bytes + lse_at());
+    const memory arrays(*this, workspace);
     // A call with fewer queries than the workspace has room for lays out rows by its own count.
     const index_t query_rows = p.q.tokens * (q_heads_ / kv_heads_), rows = p.view.sequences * kv_heads_;
     const bool merges = query_rows > 0 && !p.lse_complete;
     if (merges) {
-      const detail::lse_partials partials{reinterpret_cast<float2*>(bytes), query_rows, slots(), split_, capacity_};
-      const dim3 grid(unsigned(ceil_div(query_rows, lse_rows_held_)), unsigned(blocks_for(rows, lse_blocks_)));
-      lse_entry_<<<grid, unsigned(lse_threads_), lse_shared_, stream>>>(p, partials);
-      check(cudaGetLastError(), "launch of the log-sum-exp pass");
+      const detail::lse_partials partials{arrays.partials, query_rows, slots(), split_, capacity_};
+      lse_entry_.launch(
+          {.blocks = dim3(unsigned(ceil_div(query_rows, lse_rows_held_)), unsigned(blocks_for(rows, lse_blocks_))),
+           .threads = unsigned(lse_threads_),
+           .shared_bytes = lse_shared_},
+          stream, "launch of the log-sum-exp pass", p, partials);
       launch(detail::merge_lse_entry<View>,
              {.blocks = unsigned((offset_t(rows) * query_rows + 3) / 4), .threads = 128, .overlapping = overlaps_},
-             stream, "launch of merge_lse", p, partials, lse);
+             stream, "launch of merge_lse", p, partials, arrays.lse);
     }
     detail::sum_shape shape = shape_;
-    shape.lse = p.lse_complete ? nullptr : lse;
+    shape.lse = p.lse_complete ? nullptr : arrays.lse;
     shape.query_rows = query_rows;
     // It begins early and may read keys: the launch that wrote them has ended before the merge lets it begin.
-    launch(sum_entry_,
-           {.blocks = unsigned(blocks_for(rows, sum_blocks_)),
-            .threads = unsigned(sum_threads_),
-            .shared_bytes = sum_shared_,
-            .overlapping = overlaps_ && merges},
-           stream, "launch of the score sums", p, scorer, shape);
+    sum_entry_.launch({.blocks = unsigned(blocks_for(rows, sum_blocks_)),
+                       .threads = unsigned(sum_threads_),
+                       .shared_bytes = sum_shared_,
+                       .overlapping = overlaps_ && merges},
+                      stream, "launch of the score sums", p, scorer, shape);
   }
 
  private:
@@ -149,9 +145,10 @@ class attentive_score {
     } else {
       if (query_rows_ <= wide_lse::rows_held / 4 || query_rows_ > wide_lse::rows_held) return false;
       // Code for another architecture holds an empty kernel of fewer threads.
-      if (compiled(detail::wide_lse_entry<View>).maxThreadsPerBlock < wide_lse::threads) return false;
-      return wide_lse::shared_bytes(rows_) <= room_of(detail::wide_lse_entry<View>, device) &&
-             wide_sum::shared_bytes(rows_) <= room_of(detail::wide_sum_entry<View, Scorer>, device);
+      const lse_kernel_type lse(detail::wide_lse_entry<View>);
+      const sum_kernel_type sum(detail::wide_sum_entry<View, Scorer>);
+      return lse.max_threads() >= wide_lse::threads && wide_lse::shared_bytes(rows_) <= lse.shared_limit(device) &&
+             wide_sum::shared_bytes(rows_) <= sum.shared_limit(device);
     }
   }
   void take_wide(const device_info& device) {
@@ -163,7 +160,7 @@ class attentive_score {
       lse_shared_ = wide_lse::shared_bytes(rows_), sum_shared_ = wide_sum::shared_bytes(rows_);
       lse_blocks_ = resident(lse_entry_, lse_threads_, lse_shared_, device);
       sum_blocks_ = resident(sum_entry_, sum_threads_, sum_shared_, device);
-      overlaps_ = can_overlap(sum_entry_);
+      overlaps_ = sum_entry_.overlaps();
     }
   }
   /// How many blocks to launch. A block that continues with another row waits for its queries and keys, as long as for
@@ -178,8 +175,8 @@ class attentive_score {
     with_lse_kernel([&](auto kernel) { take_lse(kernel, device); });
     const index_t chunks = ceil_div(query_rows_, sums::chunk_rows);
     sum_entry_ = detail::sum_entry<View, Scorer>;
-    const std::size_t room = room_of(sum_entry_, device);
-    const auto fits = [&] { return sums::shared_bytes(shape_, rows_) <= room; };
+    const std::size_t limit = sum_entry_.shared_limit(device);
+    const auto fits = [&] { return sums::shared_bytes(shape_, rows_) <= limit; };
     shape_.chunks = int(chunks * sums::chunk_rows <= 256 ? chunks : 2);
     shape_.stages = query_rows_ <= 64 ? 2 : 1;  // few rows: bound by memory
     if (!fits()) shape_.stages = 1;
@@ -188,40 +185,27 @@ class attentive_score {
     sum_blocks_ = resident(sum_entry_, sums::threads, sum_shared_, device);
   }
 
-  template <class Entry>
-  static cudaFuncAttributes compiled(Entry entry) {
-    cudaFuncAttributes found;
-    check(cudaFuncGetAttributes(&found, entry), "cudaFuncGetAttributes");
-    return found;
-  }
-  /// Shared memory that a launch of a kernel may request, beside what the kernel declares, which the compiler rounds
-  /// up.
-  template <class Entry>
-  static std::size_t room_of(Entry entry, const device_info& device) {
-    return std::size_t(device.shared_memory) - compiled(entry).sharedSizeBytes;
-  }
   /// Blocks that the device runs at once; raises the kernel's shared memory limit.
-  template <class Entry>
-  static int resident(Entry entry, int threads, std::size_t shared, const device_info& device) {
-    const std::size_t room = room_of(entry, device);
-    require(shared <= room, "shared memory of a block", shared, "at most " + std::to_string(room), "split the batch");
-    // All of it: the limit belongs to the kernel, and another object may need more than this one.
-    check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, int(room)), "cudaFuncSetAttribute");
-    int blocks = 0;
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, entry, threads, shared),
-          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    return (std::min)(max_pieces, (std::max)(1, blocks) * device.multiprocessors);
+  template <class Kernel>
+  static int resident(const Kernel& entry, int threads, std::size_t shared, const device_info& device) {
+    entry.require_shared(shared, device, "scoring", "split the batch");
+    return (std::min)(max_pieces, entry.resident_blocks(threads, shared, device));
   }
 
   index_t slots() const { return ceil_div(capacity_, split_); }
-  std::size_t lse_at() const {
-    return array_bytes<float2>(std::size_t(rows_) * std::size_t(query_rows_) * std::size_t(slots()));
-  }
+  struct memory : workspace_cut {
+    const attentive_score& op;
+    memory(const attentive_score& owner, void* begin) : workspace_cut(begin), op(owner) {}
+    const std::size_t rows = std::size_t(op.rows_) * std::size_t(op.query_rows_);
+    float2* partials = array<float2>(rows * std::size_t(op.slots()));
+    float* lse = array<float>(rows);
+  };
 
   index_t rows_, kv_heads_, q_heads_, queries_, capacity_, query_rows_ = 0, split_ = 256;
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*lse_entry_)(score_problem<View>, detail::lse_partials) = nullptr;
-  void (*sum_entry_)(score_problem<View>, Scorer, detail::sum_shape) = nullptr;
+  using lse_kernel_type = device_kernel<score_problem<View>, detail::lse_partials>;
+  using sum_kernel_type = device_kernel<score_problem<View>, Scorer, detail::sum_shape>;
+  lse_kernel_type lse_entry_;
+  sum_kernel_type sum_entry_;
   std::size_t lse_shared_ = 0, sum_shared_ = 0;
   index_t lse_rows_held_ = 1;
   bool wide_ = false;

@@ -5,8 +5,8 @@
 #include "../../../core/logit_rule.hpp"
 #include "../../../core/views.hpp"
 #include "../device/alignment.cuh"
-#include "../device/even_cut.cuh"
 #include "../device/mma.cuh"
+#include "../device/whole_numbers.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

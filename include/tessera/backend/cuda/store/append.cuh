@@ -4,9 +4,8 @@
 #include <algorithm>
 
 #include "../../../core/engine/move_problem.hpp"
-#include "../../../core/model_shape.hpp"
 #include "../../../core/views.hpp"
-#include "../device/launch.cuh"
+#include "../device/kernel.cuh"
 #include "../device/warp.cuh"
 #include "pack.cuh"
 #include "slot_order.cuh"
@@ -368,20 +367,8 @@ class append {
             "sequences and kv_heads", std::to_string(p.view.sequences) + " and " + std::to_string(p.view.kv_heads),
             "0 to " + std::to_string(sequences_) + ", and " + std::to_string(kv_heads_),
             "construct append for the largest batch");
-    require_dim(p.k, View::k_dim, "k");
-    require_dim(p.v, View::v_dim, "v");
-    require(p.k.tokens == p.v.tokens, "tokens of v", p.v.tokens, std::to_string(p.k.tokens), "append k and v together");
-    require(!p.segments.data || (p.boundaries && p.texts), "boundaries and texts", "null",
-            "a flag for every new token, and where each text stands", "pass them with the segment column");
-    require(p.k.tokens >= 0, "tokens", p.k.tokens, "at least 0", "pass how many tokens come");
+    p.check();
     if (p.view.sequences == 0 || p.k.tokens == 0) return;
-    const auto fits = [&](const auto& rows) { return rows.sequences == p.view.sequences && rows.heads == kv_heads_; };
-    require(fits(p.k) && fits(p.v), "sequences and heads of k and v", "another shape", "those of the view",
-            "pass new rows of every sequence and kv_head");
-    const bool has_scales = !View::encoding_type::scaled || (p.view.scales.k && p.view.scales.v);
-    require(p.k.data && p.v.data && p.view.k && p.view.v && p.view.lengths && has_scales, "memory of the problem",
-            "null", "rows of k and v, and a view with lengths and scales", "pass device memory");
-    require_row_scales(p.view);
     detail::disorder_word word = nullptr;
     if (p.positions.data && p.view.order != slot_order::ascending) {
       const auto& found = detail::found_disorder::of_process();

@@ -40,19 +40,12 @@ __global__ void __launch_bounds__(32) free_pages_entry(const __grid_constant__ f
 /// Cost     one launch, no workspace.
 template <class View>
 void free_pages(const free_pages_problem<View>& p, cudaStream_t stream) {
-  const index_t page = p.view.table.page, tables = p.view.table.tables(p.view.kv_heads);
-  require(page >= 1, "slots of a page", page, "at least 1", "pass the page size of the pool");
-  require(tables >= 1 && p.view.kv_heads % tables == 0, "tables of a sequence", tables, "1, or one for each kv_head",
-          "pass kv_heads as the tables have them");
-  require(p.layers >= 1, "layers", p.layers, "at least 1", "pass how many layers share the tables");
+  p.check();
   require(p.freed_stride >= p.pool.max_blocks, "freed_stride", p.freed_stride,
           "at least the entries of a table row, " + std::to_string(p.pool.max_blocks),
           "make room for all of a row's pages");
-  require(p.spare_tokens >= 0, "spare_tokens", p.spare_tokens, "at least 0",
-          "pass for how many more tokens pages are kept");
   if (p.view.sequences <= 0) return;
-  require(p.page_counts && p.freed && p.freed_count, "memory of page_counts, freed and freed_count", "null",
-          "memory behind each", "pass the pages that rows hold, and room for what comes out");
+  const index_t tables = p.view.table.tables(p.view.kv_heads);
   detail::free_pages_entry<View><<<unsigned(p.view.sequences * tables), 32, 0, stream>>>(p);
   check(cudaGetLastError(), "launch of free_pages");
 }

@@ -7,9 +7,9 @@
 #include "../../../core/selection.hpp"
 #include "../device/alignment.cuh"
 #include "../device/barrier.cuh"
-#include "../device/even_cut.cuh"
 #include "../device/memory.cuh"
 #include "../device/tuning.cuh"
+#include "../device/whole_numbers.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -307,19 +307,12 @@ class pack {
 
   void run(const pack_problem<From, To>& problem, void* workspace, cudaStream_t stream) const {
     const index_t rows = problem.source.sequences * problem.source.kv_heads;
-    require(problem.target.sequences == problem.source.sequences && problem.target.kv_heads == problem.source.kv_heads,
-            "sequences * kv_heads of target", offset_t(problem.target.sequences) * problem.target.kv_heads,
-            "the shape of source, " + std::to_string(rows), "pack between views of one shape");
     require(rows >= 0 && rows <= rows_, "sequences * kv_heads", rows, "at most " + std::to_string(rows_),
             "construct pack for the largest batch");
     require(!InPlace || (problem.source.k == problem.target.k && problem.source.v == problem.target.v),
             "memory of target", "another", "that of source", "leave InPlace false for other memory");
-    require((!problem.scores.data || problem.source_scores.data) &&
-                (!problem.segments.data || problem.source_segments.data),
-            "source_scores or source_segments", "null", "a column where `scores` or `segments` is given",
-            "pass the columns that scores and segments are copied from");
+    problem.check();
     if (rows == 0) return;
-    require_row_scales(problem.target);
     auto* words = static_cast<unsigned*>(workspace);
     const detail::pack_scratch scratch =
         InPlace ? detail::pack_scratch{words, words + 1, words + 2, words + 4, tiles_} : detail::pack_scratch{};

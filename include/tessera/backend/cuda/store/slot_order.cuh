@@ -4,7 +4,7 @@
 #include <string>
 
 #include "../../../core/views.hpp"
-#include "../device/launch.cuh"
+#include "../device/kernel.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

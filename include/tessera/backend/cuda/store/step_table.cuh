@@ -5,7 +5,7 @@
 
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/sequence_layer.hpp"
-#include "../device/launch.cuh"
+#include "../device/kernel.cuh"
 #include "../device/memory.cuh"
 
 TESSERA_NAMESPACE_BEGIN

@@ -30,10 +30,7 @@ __global__ void __launch_bounds__(Threads)
 template <class View>
 void virtual_blocks(const View& view, index_t max_blocks, index_t* blocks, cudaStream_t stream,
                     const page_pool& pool = {}) {
-  static_assert(page_table<decltype(View::table)>, "tessera: virtual page ids are made from a table of pages");
-  const index_t ids = virtual_ids_of_page(view, pool);
-  require(max_blocks >= 1, "max_blocks", max_blocks, "at least 1", "pass how many entries a row of blocks has");
-  require(view.table.page >= 1, "slots of a page", view.table.page, "at least 1", "pass the page size of the pool");
+  const index_t ids = virtual_ids_of_page(view, max_blocks, pool);
   const index_t rows = view.sequences * view.kv_heads;
   if (rows <= 0) return;
   detail::virtual_blocks_entry<View, 128><<<unsigned(rows), 128, 0, stream>>>(view, ids, max_blocks, blocks);

@@ -6,8 +6,9 @@
 
 #include "../../../../core/model_shape.hpp"
 #include "../../device/alignment.cuh"
-#include "../../device/launch.cuh"
+#include "../../device/kernel.cuh"
 #include "../../device/tuning.cuh"
+#include "../../device/workspace.cuh"
 #include "../../store/slot_order.cuh"
 #include "detail/decode_kernel.cuh"
 #include "detail/decode_short.cuh"
@@ -44,37 +45,23 @@ class decode_attention {
         clusters_(device) {
     require(sequences > 0, "sequences", sequences, "at least 1", "pass the largest batch");
     require(tokens > 0, "tokens", tokens, "at least 1", "pass the most tokens of a step");
-    require(kv_heads > 0, "kv_heads", kv_heads, "at least 1", "pass the model's head counts");
-    require(q_heads > 0 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
-            "pass the model's head counts");
+    require_head_counts(q_heads, kv_heads);
     require(rows_ <= detail::max_rows, "sequences * kv_heads", rows_, "at most " + std::to_string(detail::max_rows),
             "split the batch");
     query_blocks_ = ceil_div(tokens * (q_heads / kv_heads), detail::rows_per_block);
-    // The architecture that the code was compiled for decides the block, not the device: older code runs on newer
-    // devices.
-    entry_ = detail::decode_entry<View, Out, Split>;
-    cudaFuncAttributes compiled{};
-    check(cudaFuncGetAttributes(&compiled, entry_), "cudaFuncGetAttributes");
-    const decode_tuning tuning = decode_tuning_for<View>(compiled.ptxVersion);
+    const decode_tuning tuning = decode_tuning_for<View>(entry_.architecture());
     threads_ = tuning.warps * 32;
     shared_bytes_ = detail::decode_shared_bytes<View>(tuning);
-    const int needed = shared_bytes_ + int(compiled.sharedSizeBytes);
-    require(needed <= device.shared_memory, "shared memory of a block", needed,
-            "at most " + std::to_string(device.shared_memory), "compile for this device's compute capability");
-    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes_),
-          "cudaFuncSetAttribute");
-    overlapping_ = can_overlap(entry_);
-    int resident = 0;
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, std::size_t(shared_bytes_)),
-          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    blocks_ = (std::min)(detail::max_blocks, (std::max)(1, resident) * device.multiprocessors);
+    entry_.require_shared(std::size_t(shared_bytes_), device, "decode attention",
+                          "compile for this device's compute capability");
+    blocks_ = (std::min)(detail::max_blocks, entry_.resident_blocks(threads_, std::size_t(shared_bytes_), device));
   }
 
-  std::size_t workspace_bytes() const { return state_at() + slots() * detail::rows_per_block * sizeof(float2); }
+  std::size_t workspace_bytes() const { return memory(*this, nullptr).bytes(); }
 
   /// Clears the counters; once per workspace.
   void prepare(void* workspace, cudaStream_t stream) const {
-    check(cudaMemsetAsync(workspace, 0, out_at(), stream), "cudaMemsetAsync");
+    check(cudaMemsetAsync(workspace, 0, memory(*this, nullptr).cleared, stream), "cudaMemsetAsync");
   }
 
   void run(const problem_type& problem, void* workspace, cudaStream_t stream) const {
@@ -89,19 +76,14 @@ class decode_attention {
           clusters_.shift_of(offset_t(rows) * query_blocks, problem.usual_row > 0 ? problem.usual_row : stride);
       if (shift >= 0) return clusters_.run(problem, rows, query_blocks, shift, stream);
     }
-    auto* bytes = static_cast<unsigned char*>(workspace);
-    const detail::decode_scratch scratch{reinterpret_cast<const detail::split_piece*>(bytes + split_at()),
-                                         reinterpret_cast<unsigned*>(bytes),
-                                         reinterpret_cast<float*>(bytes + out_at()),
-                                         reinterpret_cast<float2*>(bytes + state_at()),
-                                         rows_,
-                                         slots_of_block()};
-    launch(entry_,
-           {.blocks = dim3(unsigned(blocks_), unsigned(query_blocks)),
-            .threads = dim3(unsigned(threads_)),
-            .shared_bytes = std::size_t(shared_bytes_),
-            .overlapping = overlapping_},
-           stream, "launch of decode attention", problem, scratch);
+    const memory arrays(*this, workspace);
+    const detail::decode_scratch scratch{arrays.pieces, arrays.arrived, arrays.out,
+                                         arrays.state,  rows_,          slots_of_block()};
+    entry_.launch({.blocks = dim3(unsigned(blocks_), unsigned(query_blocks)),
+                   .threads = dim3(unsigned(threads_)),
+                   .shared_bytes = std::size_t(shared_bytes_),
+                   .overlapping = entry_.overlaps()},
+                  stream, "launch of decode attention", problem, scratch);
   }
 
   /// Splits the rows among the blocks by the problem's present lengths; one small launch. Later runs with this
@@ -111,9 +93,8 @@ class decode_attention {
       requires(Split == decode_split::ahead) {
     check_problem(problem);
     if (problem.view.sequences == 0 || problem.q.tokens == 0) return;
-    auto* const pieces = reinterpret_cast<detail::split_piece*>(static_cast<unsigned char*>(workspace) + split_at());
     launch(detail::split_entry<View, Out>, {.blocks = dim3(1), .threads = dim3(32)}, stream,
-           "launch of the split of decode attention", problem, pieces, blocks_);
+           "launch of the split of decode attention", problem, memory(*this, workspace).pieces, blocks_);
   }
 
   /// `run` over one of several parts of the stored tokens. Sink logits are left to `merge_parts`, which needs the lse.
@@ -126,12 +107,17 @@ class decode_attention {
 
  private:
   index_t slots_of_block() const { return blocks_ + rows_; }
-  std::size_t slots() const { return std::size_t(query_blocks_) * std::size_t(slots_of_block()); }
-  std::size_t split_at() const { return array_bytes<unsigned>(std::size_t(query_blocks_ * rows_)); }
-  std::size_t out_at() const {
-    return split_at() + (Split == decode_split::ahead ? array_bytes<detail::split_piece>(std::size_t(blocks_)) : 0);
-  }
-  std::size_t state_at() const { return out_at() + slots() * detail::rows_per_block * View::v_dim * 4; }
+  struct memory : workspace_cut {
+    const decode_attention& op;
+    memory(const decode_attention& owner, void* begin) : workspace_cut(begin), op(owner) {}
+    const std::size_t rows = std::size_t(op.query_blocks_) * std::size_t(op.slots_of_block()) * detail::rows_per_block;
+    unsigned* arrived = array<unsigned>(std::size_t(op.query_blocks_ * op.rows_));
+    detail::split_piece* pieces =
+        array<detail::split_piece>(Split == decode_split::ahead ? std::size_t(op.blocks_) : 0);
+    const std::size_t cleared = bytes();
+    float* out = array<float>(rows * View::v_dim);
+    float2* state = array<float2>(rows);
+  };
 
   void check_problem(const problem_type& p) const {
     require(p.view.sequences >= 0 && p.view.sequences <= sequences_, "sequences", p.view.sequences,
@@ -162,23 +148,18 @@ class decode_attention {
     require_dim(p.out, View::v_dim, "out");
     require(p.q.sequences == p.view.sequences, "sequences of q", p.q.sequences, "those of the view",
             "pass queries for every sequence of the view");
-    const auto as_q = [&p](const auto& rows) {
-      return rows.sequences == p.q.sequences && rows.tokens == p.q.tokens && rows.heads == p.q.heads;
-    };
-    require(as_q(p.out) && (!p.lse.data || as_q(p.lse)), "shape of out and lse", "another", "that of q",
-            "give every query row its output, and its log-sum-exp or none");
     if (p.q.tokens == 0) return;
-    require(p.view.k && p.view.v && p.view.lengths && p.q.data && p.out.data && p.first_position,
-            "memory of the problem", "null", "keys, values, lengths, q, out and first_position", "pass device memory");
+    require_same_shape("out", p.out, p.q);
+    if (p.lse.data) require_same_shape("lse", p.lse, p.q);
+    require(p.view.k && p.view.v && p.view.lengths && p.q.data && p.first_position, "memory of the problem", "null",
+            "keys, values, lengths, q and first_position", "pass device memory");
   }
 
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*entry_)(problem_type, detail::decode_scratch) = nullptr;
+  device_kernel<problem_type, detail::decode_scratch> entry_{detail::decode_entry<View, Out, Split>};
   index_t sequences_, kv_heads_, q_heads_, tokens_, rows_;
   detail::decode_clusters<View, Out> clusters_;
   index_t query_blocks_ = 1, blocks_ = 1;
   int threads_ = 0, shared_bytes_ = 0;
-  bool overlapping_ = false;
 };
 
 }  // namespace cuda

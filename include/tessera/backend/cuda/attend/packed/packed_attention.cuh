@@ -6,6 +6,7 @@
 
 #include "../../device/copy.cuh"
 #include "../../device/tuning.cuh"
+#include "../../device/workspace.cuh"
 #include "detail/packed_kernel.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -73,7 +74,7 @@ __device__ __forceinline__ merged_state weigh_parts(const float* states, offset_
     if (segments[i] != no_index) top = fmaxf(top, largest);
   }
   top = lanes_max<32>(top);
-  const float reference = top == -infinity ? 0.0f : top;
+  const float reference = softmax_reference(top);
 #pragma unroll 2
   for (index_t i = lane; i < count; i += 32) {
     float weight = 0;
@@ -233,25 +234,17 @@ class attend_packed {
         lengths_(k, v),
         shape_(rows_, max_segments, lengths_),
         max_segments_(max_segments) {
-    attend_entry_ = detail::attend_packed_entry<View, Tile, Out>;
-    merge_entry_ = detail::merge_packed_entry<View, Out>;
     const std::string segments = " over " + std::to_string(max_segments) + " segments";
-    allow_shared(attend_entry_, std::size_t(shape_.bytes), device, "packed attention" + segments);
+    attend_entry_.require_shared(std::size_t(shape_.bytes), device, "packed attention" + segments);
     // All blocks run at once: a second wave would take as long as the first.
-    int together = 0;
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&together, attend_entry_, detail::packed_threads,
-                                                        std::size_t(shape_.bytes)),
-          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    splits_ = std::clamp<index_t>(together * device.multiprocessors / (std::max)(1, lanes_), 1, 128);
+    const int together = attend_entry_.resident_blocks(detail::packed_threads, std::size_t(shape_.bytes), device);
+    splits_ = std::clamp<index_t>(together / (std::max)(1, lanes_), 1, 128);
     parts_ = splits_ + max_segments + 1;
-    allow_shared(merge_entry_, merge_bytes(), device, "the merge of packed attention" + segments);
-    overlapping_ = can_overlap(attend_entry_) && can_overlap(merge_entry_);
+    merge_entry_.require_shared(merge_bytes(), device, "the merge of packed attention" + segments);
   }
 
   index_t parts() const { return parts_; }
-  std::size_t workspace_bytes() const {
-    return segment_bytes() + state_bytes() + array_bytes<float>(lines() * std::size_t(rows_) * Dv);
-  }
+  std::size_t workspace_bytes() const { return memory(*this, nullptr).bytes(); }
   /// The array at the workspace's beginning that `rotate_queries` sets to "none".
   index_t* part_segments(void* workspace) const { return static_cast<index_t*>(workspace); }
 
@@ -268,46 +261,42 @@ class attend_packed {
             "pass the rows of a chosen block, 0: of segments' own");
     require_rows_on_16_bytes("whole keys", problem.view.whole.k, problem.view.whole.k_strides);
     require_rows_on_16_bytes("whole values", problem.view.whole.v, problem.view.whole.v_strides);
-    auto* bytes = static_cast<unsigned char*>(workspace);
-    const detail::packed_parts to{reinterpret_cast<float*>(bytes + segment_bytes() + state_bytes()),
-                                  reinterpret_cast<float*>(bytes + segment_bytes()),
-                                  part_segments(workspace),
-                                  splits_,
-                                  parts_,
-                                  rotated.rows};
-    launch(attend_entry_,
-           {.blocks =
-                dim3(unsigned(lanes), unsigned(splits_), unsigned(ceil_div(rotated.rows, detail::query_rows_together))),
-            .threads = dim3(detail::packed_threads),
-            .shared_bytes = std::size_t(shape_.bytes),
-            .overlapping = overlapping_},
-           stream, "launch of attend_packed", problem, rotated, to, lengths_);
-    launch(merge_entry_,
-           {.blocks = dim3(unsigned(lanes), unsigned(ceil_div(Dv, detail::merged_columns)),
-                           unsigned(ceil_div(rotated.rows, detail::merged_rows))),
-            .threads = dim3(detail::merging_threads),
-            .shared_bytes = merge_bytes(),
-            .overlapping = overlapping_},
-           stream, "launch of merge_packed", problem, to);
+    const memory arrays(*this, workspace);
+    const detail::packed_parts to{arrays.out, arrays.states, arrays.segment, splits_, parts_, rotated.rows};
+    attend_entry_.launch({.blocks = dim3(unsigned(lanes), unsigned(splits_),
+                                         unsigned(ceil_div(rotated.rows, detail::query_rows_together))),
+                          .threads = dim3(detail::packed_threads),
+                          .shared_bytes = std::size_t(shape_.bytes),
+                          .overlapping = attend_entry_.overlaps()},
+                         stream, "launch of attend_packed", problem, rotated, to, lengths_);
+    merge_entry_.launch({.blocks = dim3(unsigned(lanes), unsigned(ceil_div(Dv, detail::merged_columns)),
+                                        unsigned(ceil_div(rotated.rows, detail::merged_rows))),
+                         .threads = dim3(detail::merging_threads),
+                         .shared_bytes = merge_bytes(),
+                         .overlapping = merge_entry_.overlaps()},
+                        stream, "launch of merge_packed", problem, to);
   }
 
  private:
   std::size_t merge_bytes() const {
     return std::size_t(detail::merge_memory<Dv>(parts_, max_segments_).words) * sizeof(float);
   }
-  std::size_t lines() const { return std::size_t(lanes_) * std::size_t(parts_); }
-  std::size_t segment_bytes() const { return array_bytes<index_t>(lines()); }
-  std::size_t state_bytes() const { return array_bytes<float>(lines() * std::size_t(rows_) * 2); }
+  struct memory : workspace_cut {
+    const attend_packed& op;
+    memory(const attend_packed& owner, void* begin) : workspace_cut(begin), op(owner) {}
+    const std::size_t parts = std::size_t(op.lanes_) * std::size_t(op.parts_), rows = parts * std::size_t(op.rows_);
+    index_t* segment = array<index_t>(parts);
+    float* states = array<float>(rows * 2);
+    float* out = array<float>(rows * Dv);
+  };
 
   index_t lanes_, rows_;
   detail::packed_lengths<D, Dv> lengths_;
   detail::packed_memory<D, Dv> shape_;
   index_t max_segments_, splits_ = 1, parts_ = 1;
-  bool overlapping_ = false;
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*attend_entry_)(packed_problem<View, Out>, rotated_rows, detail::packed_parts,
-                        detail::packed_lengths<D, Dv>) = nullptr;
-  void (*merge_entry_)(packed_problem<View, Out>, detail::packed_parts) = nullptr;
+  device_kernel<packed_problem<View, Out>, rotated_rows, detail::packed_parts, detail::packed_lengths<D, Dv>>
+      attend_entry_{detail::attend_packed_entry<View, Tile, Out>};
+  device_kernel<packed_problem<View, Out>, detail::packed_parts> merge_entry_{detail::merge_packed_entry<View, Out>};
 };
 
 }  // namespace cuda

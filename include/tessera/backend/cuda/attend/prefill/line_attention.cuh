@@ -17,6 +17,7 @@ template <class Kernel, bool Hopper>
 struct line_kernel {
   using tiles = line_tiles<Kernel, Hopper ? 7168 : 2048>;
   static constexpr int threads = Kernel::threads, resident = Kernel::resident;
+  static constexpr int block_rows = Kernel::block_rows, Dv = Kernel::Dv;
   static constexpr int shared_bytes = Kernel::shared_bytes + tiles::memory_bytes;
 };
 template <class View, class Out, bool Hopper = compiled_for_hopper&& fits_hopper_prefill<View>>
@@ -61,32 +62,11 @@ class line_attention {
 
  public:
   line_attention(index_t kv_heads, index_t q_heads, const device_info& device)
-      : kv_heads_(kv_heads), q_heads_(q_heads) {
-    require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
-            "pass the model's head counts");
-    entry_ = detail::line_attention_entry<View, Out>;
-    cudaFuncAttributes compiled{};
-    check(cudaFuncGetAttributes(&compiled, entry_), "cudaFuncGetAttributes");
-    if constexpr (detail::fits_hopper_prefill<View>) {
-      using hopper = detail::line_kernel_of<View, Out, true>;
-      if (compiled.maxThreadsPerBlock == hopper::threads) {
-        threads_ = hopper::threads, shared_bytes_ = hopper::shared_bytes;
-      }
-    }
-    require(shared_bytes_ <= device.shared_memory, "shared memory of a block", shared_bytes_,
-            "at most " + std::to_string(device.shared_memory), "use a device with more of it, such as an H100 or H200");
-    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes_),
-          "cudaFuncSetAttribute");
-    int resident = 0;
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, std::size_t(shared_bytes_)),
-          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    resident_blocks_ = (std::max)(1, resident) * device.multiprocessors;
+      : kv_heads_(kv_heads), q_heads_(q_heads), launch_(detail::line_attention_entry<View, Out>, device) {
+    require_head_counts(q_heads, kv_heads);
   }
 
-  /// The workspace of splits.
-  std::size_t workspace_bytes() const {
-    return std::size_t(resident_blocks_) * kernel::block_rows * (kernel::Dv + 2) * 4;
-  }
+  std::size_t workspace_bytes() const { return launch_.workspace_bytes(); }
 
   /// `workspace` as prefill_attention's. `columns` is scratch too: a row of K and of V for each vertical line of each
   /// query head, and two tiles. It may be null, or too small for all heads. The Hopper kernel fetches gathered rows
@@ -99,21 +79,17 @@ class line_attention {
             "make tables for every position up to the chunk's last");
     require(lines.slash && lines.vertical && lines.columns && lines.column_counts, "lines", "null",
             "slash, vertical, columns and column_counts", "pass device memory");
-    detail::require_aligned("workspace", workspace, 16);
+    require_aligned("workspace", workspace, 16);
     watch_order(problem.view, stream);
-    const bool on_hopper = threads_ != kernel::threads;
-    const detail::prefill_parts parts =
-        detail::cut_prefill<kernel>(blocks, resident_blocks_, on_hopper, workspace, stream);
+    const detail::prefill_parts parts = launch_.cut(blocks, workspace, stream);
     row_maps maps;
     detail::line_argument argument{lines, {}, 0};
-    if (on_hopper) {
+    if (launch_.on_hopper()) {
       maps = map_rows_of(problem.view, kernel::chunk_slots);
-      detail::require_aligned("columns", columns.data, 16);
+      require_aligned("columns", columns.data, 16);
       detail::gather_columns<View, hopper_tile>(problem.view, q_heads_, columns, argument, stream);
     }
-    const index_t grid = on_hopper ? (std::min)(parts.items, resident_blocks_) : parts.items;
-    entry_<<<unsigned(grid), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(problem, parts, maps, argument);
-    check(cudaGetLastError(), "launch of attention along lines");
+    launch_.run(parts, stream, "launch of attention along lines", problem, parts, maps, argument);
     if (parts.splits == 1) return;
     detail::merge_line_attention_entry<View, Out>
         <<<unsigned(ceil_div(problem.q.tokens * q_heads_, 4)), 128, 0, stream>>>(problem, parts, lines.order,
@@ -124,10 +100,13 @@ class line_attention {
  private:
   static constexpr int hopper_tile = 128;  // the kernel's
 
-  void (*entry_)(prefill_problem<View, Out>, detail::prefill_parts, row_maps, detail::line_argument) = nullptr;
-  index_t kv_heads_, q_heads_, resident_blocks_ = 1;
-  int threads_ = detail::line_kernel_of<View, Out, false>::threads;
-  int shared_bytes_ = detail::line_kernel_of<View, Out, false>::shared_bytes;
+  template <bool Hopper>
+  using kernel_of = detail::line_kernel_of<View, Out, Hopper>;
+  using hopper = std::conditional_t<detail::fits_hopper_prefill<View>, kernel_of<true>, void>;
+  index_t kv_heads_, q_heads_;
+  detail::prefill_launch<kernel_of<false>, hopper, prefill_problem<View, Out>, detail::prefill_parts, row_maps,
+                         detail::line_argument>
+      launch_;
 };
 
 }  // namespace cuda

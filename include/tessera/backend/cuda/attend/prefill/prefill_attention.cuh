@@ -6,8 +6,8 @@
 #include <string>
 
 #include "../../../../core/model_shape.hpp"
-#include "../../device/check.cuh"
-#include "../../device/tuning.cuh"
+#include "../../device/alignment.cuh"
+#include "../../device/kernel.cuh"
 #include "../../store/slot_order.cuh"
 #include "detail/prefill_hopper.cuh"
 #include "detail/prefill_kernel.cuh"
@@ -20,27 +20,6 @@ namespace cuda {
 
 namespace detail {
 
-template <class A, class B>
-bool same_rows(const rows_view<A>& a, const rows_view<B>& b) {
-  return a.sequences == b.sequences && a.tokens == b.tokens && a.heads == b.heads;
-}
-template <class A>
-std::string text_of_shape(const rows_view<A>& a) {
-  return "[" + std::to_string(a.sequences) + ", " + std::to_string(a.tokens) + ", " + std::to_string(a.heads) + "]";
-}
-inline void require_aligned(const char* what, const void* data, std::size_t bytes) {
-  require(reinterpret_cast<std::uintptr_t>(data) % bytes == 0, std::string("address of ") + what, data,
-          "a multiple of " + std::to_string(bytes) + " bytes", "align the memory");
-}
-inline void require_prefill_rows(const char* what, const void* data, const row_strides& strides) {
-  require_aligned(what, data, 16);
-  const offset_t each[] = {strides.outer, strides.head, strides.token};
-  for (const offset_t stride : each) {
-    require(stride % 8 == 0, std::string("a stride of ") + what, stride, "a multiple of 8 elements (16 bytes)",
-            "pad the rows");
-  }
-}
-
 /// Throws unless everything fits together. Returns how many blocks of `block_rows` query rows to launch; a block has
 /// the rows of `group` query heads.
 template <class View, class Out>
@@ -51,13 +30,13 @@ index_t check_prefill(const prefill_problem<View, Out>& p, index_t sequences, in
   require(p.view.kv_heads == kv_heads, "view.kv_heads", p.view.kv_heads, std::to_string(kv_heads),
           "pass the model that the operation was made for");
   require(p.q.sequences == sequences && p.q.heads == q_heads && p.q.tokens >= 0, "q [sequences, tokens, q_heads]",
-          text_of_shape(p.q), "[" + std::to_string(sequences) + ", any, " + std::to_string(q_heads) + "]",
+          shape_text(p.q), "[" + std::to_string(sequences) + ", any, " + std::to_string(q_heads) + "]",
           "pass one row per sequence, token and query head");
-  require(same_rows(p.out, p.q), "out [sequences, tokens, q_heads]", text_of_shape(p.out), text_of_shape(p.q),
+  require(same_shape(p.out, p.q), "out [sequences, tokens, q_heads]", shape_text(p.out), shape_text(p.q),
           "give out the shape of q");
   require(!p.lse.data || (p.lse.sequences == p.q.sequences && p.lse.heads == p.q.heads && p.lse.tokens >= 0 &&
                           p.lse.tokens <= p.q.tokens),
-          "lse [sequences, tokens, q_heads]", text_of_shape(p.lse), text_of_shape(p.q) + ", or of fewer tokens",
+          "lse [sequences, tokens, q_heads]", shape_text(p.lse), shape_text(p.q) + ", or of fewer tokens",
           "give lse the shape of q or of its newest tokens, or no data");
   require_dim(p.q, View::k_dim, "q");
   require_dim(p.out, View::v_dim, "out");
@@ -72,15 +51,11 @@ index_t check_prefill(const prefill_problem<View, Out>& p, index_t sequences, in
             "point the view at the scales of its rows");
   }
   if constexpr (View::is_raw) {
-    require_prefill_rows("keys", p.view.k, p.view.k_strides);
-    require_prefill_rows("values", p.view.v, p.view.v_strides);
+    require_rows_on_16_bytes("keys", p.view.k, p.view.k_strides);
+    require_rows_on_16_bytes("values", p.view.v, p.view.v_strides);
   }
-  require_prefill_rows("q", p.q.data, row_strides{p.q.sequence_stride, p.q.head_stride, p.q.token_stride, 1});
-  require_aligned("out", p.out.data, 2 * sizeof(Out));
-  const offset_t strides[] = {p.out.sequence_stride, p.out.token_stride, p.out.head_stride};
-  for (const offset_t stride : strides) {
-    require(stride % 2 == 0, "a stride of out", stride, "an even number", "pad the rows");
-  }
+  require_rows_on_16_bytes("q", p.q);
+  require_aligned_rows("out", p.out, 2);
   const offset_t rows = offset_t(p.q.tokens) * group;
   const offset_t blocks = (rows + block_rows - 1) / block_rows * (offset_t(sequences) * (q_heads / group));
   constexpr offset_t most = (std::numeric_limits<index_t>::max)();
@@ -89,30 +64,57 @@ index_t check_prefill(const prefill_problem<View, Out>& p, index_t sequences, in
   return index_t(blocks);
 }
 
-/// How `blocks` query blocks are cut for a device that runs `places` blocks at once: into parts, where there are too
-/// few of them and there is a workspace. Blocks that process several items (`in_turns`) count there the items that were
-/// taken.
-template <class Kernel>
-prefill_parts cut_prefill(index_t blocks, index_t places, bool in_turns, void* workspace, cudaStream_t stream) {
-  constexpr index_t max_splits = 32;  // enough to fill a large device from eight blocks
-  prefill_parts parts;
-  parts.items = blocks;
-  if (!workspace) return parts;
-  parts.splits = std::clamp(places / blocks, 1, max_splits);
-  parts.items *= parts.splits;
-  parts.out = static_cast<float*>(workspace);
-  parts.state = reinterpret_cast<float2*>(parts.out + std::size_t(places) * Kernel::block_rows * Kernel::Dv);
-  if (in_turns && parts.items > places) {
-    parts.taken = static_cast<index_t*>(workspace);  // no item has parts
-    check(cudaMemsetAsync(parts.taken, 0, sizeof(index_t), stream), "cudaMemsetAsync");
-  }
-  return parts;
-}
-
 /// Which kernel a program has depends on the architecture that it was compiled for: sm_90a has more instructions. The
 /// host reads the bound on a block's threads, in which the two kernels differ.
 template <class View, class Out, bool Hopper = compiled_for_hopper&& fits_hopper_prefill<View>>
 using prefill_kernel_of = std::conditional_t<Hopper, prefill_hopper_kernel<View, Out>, prefill_kernel<View, Out>>;
+
+/// What the calls of prompts have in common: the kernel for Hopper or the one for all devices, with its size, and the
+/// workspace of splits, which is at most a part for every block that the device runs at once.
+template <class Common, class Hopper, class... Params>
+struct prefill_launch {
+  device_kernel<Params...> entry;
+  int threads = Common::threads, shared_bytes = Common::shared_bytes;
+  index_t resident = 1;
+
+  prefill_launch(void (*kernel)(Params...), const device_info& device) : entry(kernel) {
+    if constexpr (!std::is_void_v<Hopper>) {
+      static_assert(Hopper::threads != Common::threads && Hopper::block_rows == Common::block_rows,
+                    "tessera: prefill kernels differ in threads, by which the host knows them, and share the merge");
+      if (entry.max_threads() == Hopper::threads) threads = Hopper::threads, shared_bytes = Hopper::shared_bytes;
+    }
+    entry.require_shared(std::size_t(shared_bytes), device, "prefill attention",
+                         "use a device with more of it, such as an H100 or H200");
+    resident = entry.resident_blocks(threads, std::size_t(shared_bytes), device);
+  }
+
+  bool on_hopper() const { return threads != Common::threads; }
+  std::size_t workspace_bytes() const { return std::size_t(resident) * Common::block_rows * (Common::Dv + 2) * 4; }
+  /// How `blocks` query blocks are cut: into parts, where there are too few of them and there is a workspace. Blocks
+  /// that process several items count there the items that were taken.
+  prefill_parts cut(index_t blocks, void* workspace, cudaStream_t stream) const {
+    constexpr index_t max_splits = 32;  // enough to fill a large device from eight blocks
+    prefill_parts parts;
+    parts.items = blocks;
+    if (!workspace) return parts;
+    parts.splits = std::clamp(resident / blocks, 1, max_splits);
+    parts.items *= parts.splits;
+    parts.out = static_cast<float*>(workspace);
+    parts.state = reinterpret_cast<float2*>(parts.out + std::size_t(resident) * Common::block_rows * Common::Dv);
+    if (on_hopper() && parts.items > resident) {
+      parts.taken = static_cast<index_t*>(workspace);  // no item has parts
+      check(cudaMemsetAsync(parts.taken, 0, sizeof(index_t), stream), "cudaMemsetAsync");
+    }
+    return parts;
+  }
+  template <class... Args>
+  void run(const prefill_parts& parts, cudaStream_t stream, const char* call, const Args&... args) const {
+    const index_t grid = on_hopper() ? (std::min)(parts.items, resident) : parts.items;
+    entry.launch(
+        {.blocks = dim3(unsigned(grid)), .threads = dim3(unsigned(threads)), .shared_bytes = std::size_t(shared_bytes)},
+        stream, call, args...);
+  }
+};
 
 template <class View, class Out>
 __global__ void __launch_bounds__((prefill_kernel_of<View, Out>::threads), (prefill_kernel_of<View, Out>::resident))
@@ -164,36 +166,16 @@ class prefill_attention {
 
  public:
   prefill_attention(index_t sequences, index_t kv_heads, index_t q_heads, const device_info& device)
-      : sequences_(sequences), kv_heads_(kv_heads), q_heads_(q_heads) {
+      : sequences_(sequences),
+        kv_heads_(kv_heads),
+        q_heads_(q_heads),
+        launch_(detail::prefill_entry<View, Out>, device) {
     require(sequences > 0 && kv_heads > 0, "sequences * kv_heads", offset_t(sequences) * kv_heads, "at least 1",
             "pass the batch's and the model's counts");
-    require(q_heads > 0 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
-            "pass the model's head counts");
-    entry_ = detail::prefill_entry<View, Out>;
-    cudaFuncAttributes compiled{};
-    check(cudaFuncGetAttributes(&compiled, entry_), "cudaFuncGetAttributes");
-    if constexpr (detail::fits_hopper_prefill<View>) {
-      using hopper = detail::prefill_kernel_of<View, Out, true>;
-      static_assert(
-          hopper::threads != kernel::threads && hopper::block_rows == kernel::block_rows,
-          "tessera: the prefill kernels differ in threads, by which the host knows them, and share the merge");
-      if (compiled.maxThreadsPerBlock == hopper::threads)
-        threads_ = hopper::threads, shared_bytes_ = hopper::shared_bytes;
-    }
-    require(shared_bytes_ <= device.shared_memory, "shared memory of a block", shared_bytes_,
-            "at most " + std::to_string(device.shared_memory), "use a device with more of it, such as an H100 or H200");
-    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes_),
-          "cudaFuncSetAttribute");
-    int resident = 0;
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, std::size_t(shared_bytes_)),
-          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    resident_blocks_ = (std::max)(1, resident) * device.multiprocessors;
+    require_head_counts(q_heads, kv_heads);
   }
 
-  /// The workspace of splits: at most a part for every block that the device runs at once.
-  std::size_t workspace_bytes() const {
-    return std::size_t(resident_blocks_) * kernel::block_rows * (kernel::Dv + 2) * 4;
-  }
+  std::size_t workspace_bytes() const { return launch_.workspace_bytes(); }
 
   /// `workspace`, aligned to 16 bytes, is scratch. Null: there are no splits, and blocks of the Hopper kernel process
   /// items in a fixed order, not as blocks become free. A chunk without tokens launches nothing.
@@ -201,16 +183,12 @@ class prefill_attention {
     const index_t blocks =
         detail::check_prefill(problem, sequences_, kv_heads_, q_heads_, q_heads_ / kv_heads_, kernel::block_rows);
     if (blocks == 0) return;
-    detail::require_aligned("workspace", workspace, 16);
+    require_aligned("workspace", workspace, 16);
     watch_order(problem.view, stream);
-    const bool on_hopper = threads_ != kernel::threads;
-    const detail::prefill_parts parts =
-        detail::cut_prefill<kernel>(blocks, resident_blocks_, on_hopper, workspace, stream);
+    const detail::prefill_parts parts = launch_.cut(blocks, workspace, stream);
     row_maps maps;
-    if (on_hopper) maps = map_rows_of(problem.view, hopper_tile);
-    const index_t grid = on_hopper ? (std::min)(parts.items, resident_blocks_) : parts.items;
-    entry_<<<unsigned(grid), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(problem, parts, maps);
-    check(cudaGetLastError(), "launch of prefill attention");
+    if (launch_.on_hopper()) maps = map_rows_of(problem.view, hopper_tile);
+    launch_.run(parts, stream, "launch of prefill attention", problem, parts, maps);
     if (parts.splits == 1) return;
     const index_t heads = sequences_ * kv_heads_, rows = problem.q.tokens * (q_heads_ / kv_heads_) * heads;
     detail::merge_prefill_entry<View, Out>
@@ -231,10 +209,10 @@ class prefill_attention {
  private:
   static constexpr index_t hopper_tile = 128;  // in one box where rows lie side by side
 
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*entry_)(prefill_problem<View, Out>, detail::prefill_parts, row_maps) = nullptr;
-  index_t sequences_, kv_heads_, q_heads_, resident_blocks_ = 1;
-  int threads_ = kernel::threads, shared_bytes_ = kernel::shared_bytes;
+  using hopper =
+      std::conditional_t<detail::fits_hopper_prefill<View>, detail::prefill_kernel_of<View, Out, true>, void>;
+  index_t sequences_, kv_heads_, q_heads_;
+  detail::prefill_launch<kernel, hopper, prefill_problem<View, Out>, detail::prefill_parts, row_maps> launch_;
 };
 
 }  // namespace cuda

@@ -99,41 +99,34 @@ struct held_select : row_select<Storage, Span> {
   /// Chooses `room` of the row's candidates, 0 < room < candidates. `held` has all keys of `part`.
   __device__ static void run(Storage& s, const row_part<token_keys>& part, uint4* held, index_t room, index_t* out) {
     base::load(s, part);
-    unsigned need = unsigned(room), prefix = 0, sharing = 0;
-    const auto find = [&](int bits) {
-      base::find_digit(s, need);
-      prefix = prefix << bits | s.digit;
-      need -= s.above;
-      sharing = s.in_digit;
-    };
-    find(11);
+    rank_search search{0, unsigned(room), 0};
+    base::descend(s, search, 11);
     const index_t own = neighbour_bits::quads_per_thread(part.quads(), threads), first = index_t(threadIdx.x) * own;
-    neighbour_bits bits(held, part.quads(), first, own, prefix);
-    for (int shift = 10; sharing != need && shift >= 0; shift -= 10) {
+    neighbour_bits bits(held, part.quads(), first, own, search.prefix);
+    for (int shift = 10; search.sharing != search.need && shift >= 0; shift -= 10) {
       if constexpr (Span > 1) {
-        if (sharing <= unsigned(Span * max_listed) && finish(s, bits, prefix, shift ? 21 : 10, need, sharing)) break;
+        if (search.sharing <= unsigned(Span * max_listed) && finish(s, bits, search, shift ? 21 : 10)) break;
       }
-      const auto digit = [&](unsigned key) { return key >> shift & (shift ? 2047u : 1023u); };
+      const key_digit digit{shift, shift ? 21 : 10};
       bits.each_maybe([&](int, unsigned, unsigned key) { atomicAdd(&s.histogram[digit(key)], 1u); });
-      find(shift ? 11 : 10);
+      base::descend(s, search, digit.bits());
       bits.narrow(s.digit, digit);
     }
-    if (sharing == need) bits.take_all(), need = 0;
-    write(s, part, bits, first, need, held, out);
+    if (search.sharing == search.need) bits.take_all(), search.need = 0;
+    write(s, part, bits, first, search.need, held, out);
   }
 
  private:
   /// Ends the search among the few keys of all blocks that share the digits found so far. False, alike in every block,
   /// if some block has too many.
-  __device__ static bool finish(Storage& s, neighbour_bits& bits, unsigned prefix, int known_shift, unsigned& need,
-                                unsigned& sharing) {
+  __device__ static bool finish(Storage& s, neighbour_bits& bits, rank_search& search, int known_shift) {
     bits.each_maybe([&](int, unsigned, unsigned key) {
       const unsigned at = atomicAdd(&s.listed, 1u);
       if (at < max_listed) s.list[at] = key;
     });
-    if (!base::template finish_listed<true>(s, prefix, known_shift, need)) return false;
-    sharing = s.in_digit;
-    bits.narrow(prefix, [](unsigned key) { return key; });
+    if (!base::template finish_listed<true>(s, search, known_shift)) return false;
+    search.sharing = s.in_digit;
+    bits.narrow(search.prefix, [](unsigned key) { return key; });
     return true;
   }
 

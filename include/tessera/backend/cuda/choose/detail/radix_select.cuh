@@ -30,6 +30,13 @@ struct select_storage {
   index_t trimmed, trimmed_at;
 };
 
+/// A search for the key of a rank.
+struct rank_search {
+  unsigned prefix;   ///< the digits found so far
+  unsigned need;     ///< the rank among the keys that share them
+  unsigned sharing;  ///< how many keys do
+};
+
 /// Radix selection over the parts of `Span` thread blocks, and the ordered compaction behind it.
 template <class Storage, int Span>
 struct row_select : row_compact<Storage, Span> {
@@ -37,25 +44,14 @@ struct row_select : row_compact<Storage, Span> {
   using team = block_team<Span>;
   static constexpr int threads = storage::threads, warps = storage::warps;
 
-  __device__ static void count_digit(storage& s, unsigned key, unsigned prefix, int above_shift, int shift,
-                                     unsigned mask) {
-    if (key >> above_shift == prefix) atomicAdd(&s.histogram[(key >> shift) & mask], 1u);
+  __device__ static void count_digit(storage& s, unsigned key, unsigned prefix, key_digit digit) {
+    if (digit.shares(key, prefix)) atomicAdd(&s.histogram[digit(key)], 1u);
   }
-
-  /// The same for four keys; every key begins with prefix 0 above bit 32.
-  __device__ static void count_four(storage& s, const uint4& k, unsigned prefix, int above_shift, int shift,
-                                    unsigned mask) {
-    if (above_shift == 32) {
-      atomicAdd(&s.histogram[k.x >> shift], 1u);
-      atomicAdd(&s.histogram[k.y >> shift], 1u);
-      atomicAdd(&s.histogram[k.z >> shift], 1u);
-      atomicAdd(&s.histogram[k.w >> shift], 1u);
-    } else {
-      count_digit(s, k.x, prefix, above_shift, shift, mask);
-      count_digit(s, k.y, prefix, above_shift, shift, mask);
-      count_digit(s, k.z, prefix, above_shift, shift, mask);
-      count_digit(s, k.w, prefix, above_shift, shift, mask);
-    }
+  __device__ static void count_four(storage& s, const uint4& k, unsigned prefix, key_digit digit) {
+    count_digit(s, k.x, prefix, digit);
+    count_digit(s, k.y, prefix, digit);
+    count_digit(s, k.z, prefix, digit);
+    count_digit(s, k.w, prefix, digit);
   }
 
   /// Counts the leading digit of every key of the part and keeps the keys.
@@ -65,7 +61,7 @@ struct row_select : row_compact<Storage, Span> {
     const index_t quads = part.quads();
     const auto take = [&](index_t q, const uint4& keys) {
       if (q * 4 < part.cached) cache[q] = keys;
-      count_four(s, keys, 0, 32, 21, 2047u);
+      count_four(s, keys, 0, key_digit::of_pass(0));
     };
     if constexpr (Keys::single) {
       const index_t whole = part.keys.aligned ? part.count / 4 : 0;
@@ -88,7 +84,7 @@ struct row_select : row_compact<Storage, Span> {
       for (index_t i = threadIdx.x; i < quads * 4; i += threads) {
         const unsigned key = part.keys.key(part.begin + i);
         if (i < part.cached) reinterpret_cast<unsigned*>(cache)[i] = key;
-        atomicAdd(&s.histogram[key >> 21], 1u);
+        count_digit(s, key, 0, key_digit::of_pass(0));
       }
     }
   }
@@ -157,16 +153,24 @@ struct row_select : row_compact<Storage, Span> {
     __syncthreads();
   }
 
-  /// Lists the keys that begin with `prefix`, and ends the search among them: see `finish_listed`.
+  /// Finds the search's next digit from the histograms of the whole team, and clears them.
+  __device__ static void descend(storage& s, rank_search& search, int bits) {
+    find_digit(s, search.need);
+    search.prefix = search.prefix << bits | s.digit;
+    search.need -= s.above;
+    search.sharing = s.in_digit;
+  }
+
+  /// Lists the keys that share the digits found, and ends the search among them: see `finish_listed`.
   template <bool Exact, class Keys>
-  __device__ static bool finish_among_few(storage& s, const row_part<Keys>& part, unsigned& prefix, int known_shift,
-                                          unsigned& need) {
+  __device__ static bool finish_among_few(storage& s, const row_part<Keys>& part, rank_search& search,
+                                          int known_shift) {
     const int lane = threadIdx.x % 32, rounds = rounds_for<threads>(part.quads());
     for (index_t tile = 0; tile < part.quads(); tile += threads * rounds) {
       const index_t first = tile + index_t(threadIdx.x) / 32 * (32 * rounds) + lane;
       unsigned mask = 0;
       part.each_quad(first, rounds, [&](int bit, const uint4& k) {
-        mask |= four(k, [&](unsigned key) { return key >> known_shift == prefix; }) << bit;
+        mask |= four(k, [&](unsigned key) { return key >> known_shift == search.prefix; }) << bit;
       });
       if (!__any_sync(~0u, mask != 0)) continue;
       const unsigned to_lane = inclusive_sum(__popc(mask), lane);
@@ -178,19 +182,17 @@ struct row_select : row_compact<Storage, Span> {
         if (at < max_listed) s.list[at] = part.key((first + bit / 4 * 32) * 4 + bit % 4);
       }
     }
-    return finish_listed<Exact>(s, prefix, known_shift, need);
+    return finish_listed<Exact>(s, search, known_shift);
   }
 
-  /// Exchanges the keys that every block has listed, those that begin with `prefix`, and finishes the search among them
-  /// in every block by itself. That saves the barriers and counts of the remaining digits. `prefix` becomes the cut and
-  /// `need` its ties. Returns false in every block if some block has too many keys; then neither changes.
+  /// Exchanges the keys that every block has listed, and finishes the search among them in every block by itself. That
+  /// saves the barriers and counts of the remaining digits. The prefix becomes the cut and the rank its ties. Returns
+  /// false in every block if some block has too many keys; then neither changes.
   template <bool Exact>
-  __device__ static bool finish_listed(storage& s, unsigned& prefix, int known_shift, unsigned& need) {
+  __device__ static bool finish_listed(storage& s, rank_search& search, int known_shift) {
     team::sync();
     if constexpr (Span == 1) {
-      rank_few(s, s.list, s.listed, need);
-      prefix = s.digit;
-      need -= s.above;
+      rank_few(s, s.list, s.listed, search);
       return true;
     } else {
       unsigned counts[Span];
@@ -209,37 +211,32 @@ struct row_select : row_compact<Storage, Span> {
       }
       using alone = row_select<Storage, 1>;
       for (int shift = known_shift == 21 ? 10 : 0;; shift = 0) {
-        const int above_shift = shift ? 21 : 10;
+        const key_digit digit{shift, shift ? 21 : 10};
 #pragma unroll
-        for (int block = 0; block < Span; ++block) {
-          count_digit(s, mine[block], prefix, above_shift, shift, shift ? 2047u : 1023u);
-        }
-        alone::find_digit(s, need);
-        prefix = prefix << (shift ? 11 : 10) | s.digit;
-        need -= s.above;
+        for (int block = 0; block < Span; ++block) count_digit(s, mine[block], search.prefix, digit);
+        alone::descend(s, search, digit.bits());
         if (shift == 0) return true;
-        const unsigned left = s.in_digit;
-        if (!Exact && left == need) {
-          prefix = (prefix << shift) - 1u, need = 0;
+        const unsigned left = search.sharing;
+        if (!Exact && left == search.need) {
+          search.prefix = (search.prefix << shift) - 1u, search.need = 0;
           return true;
         }
         if (left <= unsigned(storage::few)) {
 #pragma unroll
           for (int block = 0; block < Span; ++block) {
-            if (mine[block] >> shift == prefix) s.slice[atomicAdd(&s.few_listed, 1u)] = mine[block];
+            if (mine[block] >> shift == search.prefix) s.slice[atomicAdd(&s.few_listed, 1u)] = mine[block];
           }
           __syncthreads();
-          rank_few(s, s.slice, left, need);
-          prefix = s.digit;
-          need -= s.above;
+          rank_few(s, s.slice, left, search);
           return true;
         }
       }
     }
   }
 
-  /// Finds the `need`-th largest of a few keys by counting, for each, those above it.
-  __device__ static void rank_few(storage& s, const unsigned* keys, unsigned count, unsigned need) {
+  /// Ends a search among a few keys by counting, for each, those above it.
+  __device__ static void rank_few(storage& s, const unsigned* keys, unsigned count, rank_search& search) {
+    const unsigned need = search.need;
     if (threadIdx.x < count) {
       const unsigned key = keys[threadIdx.x];
       unsigned above = 0, equal = 0;
@@ -255,38 +252,35 @@ struct row_select : row_compact<Storage, Span> {
       }
     }
     __syncthreads();
+    search.prefix = s.digit;
+    search.need -= s.above;
   }
 
   /// The cut that leaves `want` keys, 0 < want < keys of the team. The histogram holds the leading digits if `counted`.
   /// With `Exact` the cut is the want-th largest key itself. Without, it is any key below it with no other between.
   template <bool Exact, class Keys>
   __device__ static cut threshold(storage& s, const row_part<Keys>& part, index_t want, bool counted) {
-    unsigned prefix = 0, need = unsigned(want), equal = 0;
+    rank_search search{0, unsigned(want), 0};
 #pragma unroll
     for (int pass = 0; pass < 3; ++pass) {
-      const int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, above_shift = pass == 1 ? 21 : 10;
-      const unsigned mask = pass == 2 ? 1023u : 2047u;
+      const key_digit digit = key_digit::of_pass(pass);
       if (pass > 0 || !counted) {
         const index_t quads = part.quads();
-        for (index_t q = threadIdx.x; q < quads; q += threads) {
-          count_four(s, part.quad(q), prefix, pass == 0 ? 32 : above_shift, shift, mask);
-        }
+        for (index_t q = threadIdx.x; q < quads; q += threads) count_four(s, part.quad(q), search.prefix, digit);
       }
-      find_digit(s, need);
-      prefix = prefix << (pass == 2 ? 10 : 11) | s.digit;
-      need -= s.above;
-      equal = s.in_digit;
+      descend(s, search, digit.bits());
       // Every key of this digit is chosen: the lower digits do not matter.
-      if (!Exact && pass < 2 && equal == need) return {(prefix << shift) - 1u, 0, 0};
-      if (pass < 2 && equal <= unsigned(Span == 1 ? storage::few : Span * max_listed)) {
+      if (!Exact && pass < 2 && search.sharing == search.need) return {(search.prefix << digit.shift) - 1u, 0, 0};
+      if (pass < 2 && search.sharing <= unsigned(Span == 1 ? storage::few : Span * max_listed)) {
         if constexpr (Span == 1) {
           if (threadIdx.x == 0) s.listed = 0;
           __syncthreads();
         }
-        if (finish_among_few<Exact>(s, part, prefix, shift, need)) return {prefix, index_t(need), index_t(s.in_digit)};
+        if (finish_among_few<Exact>(s, part, search, digit.shift))
+          return {search.prefix, index_t(search.need), index_t(s.in_digit)};
       }
     }
-    return {prefix, index_t(need), index_t(equal)};
+    return {search.prefix, index_t(search.need), index_t(search.sharing)};
   }
 };
 

@@ -12,6 +12,23 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
+/// A digit of a key of 32 bits: 11, 11 and 10 bits, the leading one first. Selections find the key of a rank digit by
+/// digit, and count each among the keys that share those before it.
+struct key_digit {
+  int shift;  ///< how many bits lie below it
+  int above;  ///< and below the one before it
+
+  TESSERA_HD static constexpr key_digit of_pass(int pass) {
+    return pass == 0 ? key_digit{21, 32} : pass == 1 ? key_digit{10, 21} : key_digit{0, 10};
+  }
+  TESSERA_HD constexpr int bits() const { return shift ? 11 : 10; }
+  TESSERA_HD constexpr unsigned operator()(unsigned key) const { return (key >> shift) & (shift ? 2047u : 1023u); }
+  /// Whether a key has the digits `prefix` before this one.
+  TESSERA_HD constexpr bool shares(unsigned key, unsigned prefix) const {
+    return above == 32 || key >> above == prefix;
+  }
+};
+
 inline constexpr int quads_each = 8;  // of one thread and tile: a bit for each of its 32 keys fills a register
 
 /// The score of an ordered key, except NaN and -0.

@@ -29,24 +29,21 @@ __device__ void register_row(Storage& s, const token_keys& keys, index_t room, i
 #pragma unroll
     for (int i = 0; i < register_keys / 4; ++i) mine[i] = keys.quad(first + i * 4);
   }
-  unsigned lowest = 0, need = unsigned(room);
+  rank_search search{0, unsigned(room), 0};
   bool ties = false;  // not all keys equal to the lowest are chosen
 #pragma unroll
   for (int pass = 0; pass < 3; ++pass) {
-    const int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, above_shift = pass == 0 ? 32 : pass == 1 ? 21 : 10;
+    const key_digit digit = key_digit::of_pass(pass);
 #pragma unroll
-    for (int i = 0; i < register_keys / 4; ++i) {
-      select::count_four(s, mine[i], lowest, above_shift, shift, pass == 2 ? 1023u : 2047u);
-    }
-    select::find_digit(s, need);
-    lowest = lowest << (pass == 2 ? 10 : 11) | s.digit;
-    need -= s.above;
-    ties = s.in_digit != need;
+    for (int i = 0; i < register_keys / 4; ++i) select::count_four(s, mine[i], search.prefix, digit);
+    select::descend(s, search, digit.bits());
+    ties = search.sharing != search.need;
     if (!ties) {  // every key of this digit is chosen: the lower digits do not matter
-      lowest <<= shift;
+      search.prefix <<= digit.shift;
       break;
     }
   }
+  const unsigned lowest = search.prefix, need = search.need;
   unsigned chosen = 0, equal = 0;
 #pragma unroll
   for (int i = 0; i < register_keys / 4; ++i) {
@@ -57,14 +54,14 @@ __device__ void register_row(Storage& s, const token_keys& keys, index_t room, i
   const unsigned counts = __popc(chosen ^ equal) | __popc(equal) << 16;  // 8,192 at most
   const unsigned before = s.scan.exclusive_sum(counts);
   const unsigned equal_before = before >> 16;
-  index_t to = index_t((before & 0xffffu) + (ties ? (min)(equal_before, need) : 0u));
+  index_t target = index_t((before & 0xffffu) + (ties ? (min)(equal_before, need) : 0u));
   for (unsigned left = need > equal_before ? need - equal_before : 0u; equal; equal &= equal - 1) {
     if (left > 0)
       --left;
     else
       chosen &= ~(equal & -equal);
   }
-  for (; chosen; chosen &= chosen - 1) out[to++] = first + __ffs(int(chosen)) - 1;
+  for (; chosen; chosen &= chosen - 1) out[target++] = first + __ffs(int(chosen)) - 1;
 }
 
 // Selection in a long row by one thread block that reads it once and holds the keys that may still be chosen.
@@ -88,14 +85,14 @@ __device__ unsigned guess_lowest(Storage& s, const token_keys& keys, index_t can
   }
   const float between = sqrtf(float(room) * float(most));
   const auto rank = unsigned((min)((max)(between * (runs * run * 4) / float(candidates), 1.0f), float(runs * run * 4)));
+  rank_search search{0, rank, 0};
 #pragma unroll
-  for (int i = 0; i < each; ++i) select::count_four(s, sample[i], 0, 32, 21, 2047u);
-  select::find_digit(s, rank);
-  const unsigned prefix = s.digit, above = s.above;
+  for (int i = 0; i < each; ++i) select::count_four(s, sample[i], 0, key_digit::of_pass(0));
+  select::descend(s, search, 11);
 #pragma unroll
-  for (int i = 0; i < each; ++i) select::count_four(s, sample[i], prefix, 21, 10, 2047u);
-  select::find_digit(s, rank - above);
-  return (prefix << 11 | s.digit) << 10;
+  for (int i = 0; i < each; ++i) select::count_four(s, sample[i], search.prefix, key_digit::of_pass(1));
+  select::descend(s, search, 11);
+  return search.prefix << 10;
 }
 
 /// Collects the candidates of at least `bound` in the order of the row: keys in `kept`, slots in `slots`. Returns their

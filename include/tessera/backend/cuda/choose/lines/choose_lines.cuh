@@ -3,15 +3,15 @@
 
 #include <algorithm>
 #include <string>
-#include <utility>
 
 #include "../../../../concepts/prefill.hpp"
 #include "../../../../core/host/host_vector.hpp"
-#include "../../../../core/types.hpp"
+#include "../../../../core/model_shape.hpp"
 #include "../../device/alignment.cuh"
-#include "../../device/launch.cuh"
+#include "../../device/kernel.cuh"
 #include "../../device/memory.cuh"
 #include "../../device/tuning.cuh"
+#include "../../device/workspace.cuh"
 #include "../../store/slot_order.cuh"
 #include "detail/line_choice.cuh"
 #include "detail/published_cover.cuh"
@@ -186,12 +186,11 @@ class choose_lines {
   choose_lines(index_t kv_heads, index_t q_heads, index_t positions, index_t max_rows, const device_info& device,
                std::size_t bytes = std::size_t(1) << 30)
       : kv_heads_(kv_heads), q_heads_(q_heads), words_((std::max)(1, ceil_div(positions, 32))), max_rows_(max_rows) {
-    require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
-            "pass the model's head counts");
+    require_head_counts(q_heads, kv_heads);
     require(positions >= 0 && positions < (1 << 29) && max_rows >= 0, "positions", positions, "0 to 2^29",
             "pass how long a conversation becomes");
-    at_once_ =
-        index_t(std::clamp<std::size_t>(bytes / (std::max<std::size_t>)(1, bytes_of(1)), 1, std::size_t(kv_heads)));
+    at_once_ = index_t(std::clamp<std::size_t>(bytes / (std::max<std::size_t>)(1, memory(*this, nullptr, 1).bytes()), 1,
+                                               std::size_t(kv_heads)));
     const std::size_t heads = std::size_t(q_heads), all = std::size_t(words_) * 32;
     slash_ = device_buffer<std::uint32_t>(heads * (std::size_t(words_) + 1));
     vertical_ = device_buffer<std::uint32_t>(heads * std::size_t(words_));
@@ -202,14 +201,13 @@ class choose_lines {
     rows_ = device_buffer<index_t>(std::size_t((std::max)(1, max_rows)));
     if constexpr (asks_attention) {
       clusters_ = may_cluster(device);
-      logits_entry_ = detail::line_logits_entry<View>;
-      check(cudaFuncSetAttribute(logits_entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, logits::shared_bytes),
-            "cudaFuncSetAttribute");
+      logits_entry_ = {detail::line_logits_entry<View>};
+      logits_entry_.require_shared(logits::shared_bytes, device, "the sample of lines", "use a device with more of it");
     }
   }
 
   index_t positions() const { return words_ * 32; }
-  std::size_t workspace_bytes() const { return bytes_of(at_once_); }
+  std::size_t workspace_bytes() const { return memory(*this, nullptr, at_once_).bytes(); }
   offset_t bytes() const {
     return offset_t(slash_.bytes() + vertical_.bytes() + columns_.bytes() + numbers_.bytes() + entries_.bytes() +
                     flags_.bytes() + rows_.bytes());
@@ -222,23 +220,18 @@ class choose_lines {
     check_problem(problem, sampled, workspace);
     watch_order(problem.view, stream);
     detail::line_sample seen{};
-    unsigned char* memory = static_cast<unsigned char*>(workspace);
-    const auto take = [&](std::size_t bytes) { return std::exchange(memory, memory + padded(bytes)); };
-    const std::size_t all = std::size_t(positions()), heads = std::size_t(at_once_) * std::size_t(group());
+    const memory arrays(*this, workspace, at_once_);
     seen.first = problem.first, seen.next = problem.first + problem.q.tokens;
     seen.rows = rows_.data(), seen.row_count = index_t(sampled.size());
     seen.group = group(), seen.stride = positions();
     seen.lengths = problem.view.lengths, seen.length_stride = problem.view.length_strides.head;
-    seen.has_vertical = flags_.data(), seen.has_slash = flags_.data() + std::size_t(q_heads_) * all;
+    seen.has_vertical = flags_.data(),
+    seen.has_slash = flags_.data() + std::size_t(q_heads_) * std::size_t(positions());
     if (problem.view.positions) {
-      auto* positions = reinterpret_cast<index_t*>(take(std::size_t(kv_heads_) * all * sizeof(index_t)));
-      auto* before = reinterpret_cast<index_t*>(take(std::size_t(kv_heads_) * (all + 1) * sizeof(index_t)));
       detail::line_positions_entry<View, 256><<<dim3(unsigned(blocks_of(256)), unsigned(kv_heads_)), 256, 0, stream>>>(
-          problem.view, seen.next, seen.stride, positions, before);
+          problem.view, seen.next, seen.stride, arrays.positions, arrays.stored_before);
       check(cudaGetLastError(), "launch of line_positions");
-      seen.positions = positions, seen.stored_before = before;
-    } else {
-      take(std::size_t(kv_heads_) * all * sizeof(index_t)), take(std::size_t(kv_heads_) * (all + 1) * sizeof(index_t));
+      seen.positions = arrays.positions, seen.stored_before = arrays.stored_before;
     }
     detail::fixed_lines_entry<Pattern, 256>
         <<<dim3(unsigned(blocks_of(256)), unsigned(q_heads_)), 256, 0, stream>>>(pattern, seen);
@@ -246,19 +239,13 @@ class choose_lines {
     if constexpr (asks_attention) {
       if (seen.row_count > 0 && looks(pattern)) {
         set_rows(sampled, stream);
-        const std::size_t rows_of_all = heads * std::size_t(max_rows_);
-        seen.logits = reinterpret_cast<float*>(take(rows_of_all * all * sizeof(float)));
-        seen.parts = reinterpret_cast<float2*>(take(rows_of_all * parts_of_row() * sizeof(float2)));
-        seen.verticals = reinterpret_cast<float*>(take(heads * all * sizeof(float)));
-        seen.slashes = reinterpret_cast<float*>(take(heads * all * sizeof(float)));
-        seen.states = reinterpret_cast<float2*>(take(rows_of_all * sizeof(float2)));
-        auto* counters = reinterpret_cast<detail::line_counters*>(take(heads * sizeof(detail::line_counters)));
-        auto* lists = reinterpret_cast<index_t*>(take(heads * 6 * all * sizeof(index_t)));
+        seen.logits = arrays.logits, seen.parts = arrays.parts, seen.states = arrays.states;
+        seen.verticals = arrays.verticals, seen.slashes = arrays.slashes;
         for (index_t kv_head = 0; kv_head < kv_heads_; kv_head += at_once_) {
           const index_t some = (std::min)(at_once_, kv_heads_ - kv_head) * group();
           seen.first_head = kv_head * group();
           look(problem, seen, kv_head, some, stream);
-          choose(pattern, seen, some, counters, lists, stream);
+          choose(pattern, seen, some, arrays.counters, arrays.candidates, stream);
         }
       }
     }
@@ -288,18 +275,23 @@ class choose_lines {
     return (std::min)(1024, ceil_div(positions() + 1, threads_of_block));
   }
 
-  std::size_t parts_of_row() const { return std::size_t(ceil_div(positions(), detail::line_sample::tile)); }
-  /// Of a slice of so many kv_heads, with the positions of all.
-  std::size_t bytes_of(index_t slice) const {
-    const std::size_t all = std::size_t(words_) * 32, heads = std::size_t(slice) * std::size_t(group());
-    const std::size_t tables =
-        array_bytes<index_t>(std::size_t(kv_heads_) * all) + array_bytes<index_t>(std::size_t(kv_heads_) * (all + 1));
-    if (!asks_attention) return tables;
-    const std::size_t rows = heads * std::size_t(max_rows_);
-    return tables + array_bytes<float>(rows * all) + array_bytes<float2>(rows * parts_of_row()) +
-           2 * array_bytes<float>(heads * all) + array_bytes<float2>(rows) + array_bytes<detail::line_counters>(heads) +
-           array_bytes<index_t>(heads * 6 * all);
-  }
+  struct memory : workspace_cut {
+    const choose_lines& op;
+    const index_t slice;  // of kv_heads; positions are of all
+    memory(const choose_lines& owner, void* begin, index_t heads) : workspace_cut(begin), op(owner), slice(heads) {}
+    const std::size_t all = std::size_t(op.positions()), kv_heads = std::size_t(op.kv_heads_);
+    const std::size_t heads = asks_attention ? std::size_t(slice) * std::size_t(op.group()) : 0;
+    const std::size_t rows = heads * std::size_t(op.max_rows_);
+    index_t* positions = array<index_t>(kv_heads * all);
+    index_t* stored_before = array<index_t>(kv_heads * (all + 1));
+    float* logits = array<float>(rows * all);
+    float2* parts = array<float2>(rows * std::size_t(ceil_div(op.positions(), detail::line_sample::tile)));
+    float* verticals = array<float>(heads * all);
+    float* slashes = array<float>(heads * all);
+    float2* states = array<float2>(rows);
+    detail::line_counters* counters = array<detail::line_counters>(heads);
+    index_t* candidates = array<index_t>(heads * 6 * all);
+  };
 
   static bool may_cluster(const device_info& device) {
     return device.compute_capability >= 90 &&
@@ -321,9 +313,8 @@ class choose_lines {
             cudaStream_t stream) const {
     const dim3 tiles(unsigned(ceil_div(positions(), logits::tile)), unsigned(heads / group()),
                      unsigned(ceil_div(seen.row_count * group(), logits::tile)));
-    logits_entry_<<<tiles, logits::threads, logits::shared_bytes, stream>>>(problem.view, problem.q, problem.rule, seen,
-                                                                            kv_head);
-    check(cudaGetLastError(), "launch of line_logits");
+    logits_entry_.launch({tiles, dim3(logits::threads), logits::shared_bytes}, stream, "launch of line_logits",
+                         problem.view, problem.q, problem.rule, seen, kv_head);
     detail::line_sums_entry<128>
         <<<dim3(unsigned(seen.row_count), unsigned(heads)), 128, 0, stream>>>(seen, problem.rule.sink_logits);
     check(cudaGetLastError(), "launch of line_sums");
@@ -380,8 +371,7 @@ class choose_lines {
 
   index_t kv_heads_, q_heads_, words_, max_rows_, at_once_ = 1;
   bool clusters_ = false;
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*logits_entry_)(View, rows_view<const T>, logit_rule, detail::line_sample, index_t) = nullptr;
+  device_kernel<View, rows_view<const T>, logit_rule, detail::line_sample, index_t> logits_entry_;
   device_buffer<std::uint32_t> slash_, vertical_;
   device_buffer<index_t> columns_, numbers_, rows_;  // numbers: counts of columns, then the order of heads
   device_buffer<unsigned long long> entries_;

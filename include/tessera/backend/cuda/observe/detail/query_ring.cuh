@@ -5,7 +5,7 @@
 
 #include "../../../../core/sequence_layer.hpp"
 #include "../../../../core/views.hpp"
-#include "../../device/launch.cuh"
+#include "../../device/kernel.cuh"
 #include "../../device/memory.cuh"
 
 TESSERA_NAMESPACE_BEGIN

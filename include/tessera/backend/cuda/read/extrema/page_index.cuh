@@ -11,7 +11,7 @@
 #include "../../../../core/stored/page_extrema.hpp"
 #include "../../../../core/views.hpp"
 #include "../../device/check.cuh"
-#include "../../device/search.cuh"
+#include "../../device/whole_numbers.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

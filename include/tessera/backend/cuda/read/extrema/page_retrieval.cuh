@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <string>
 
+#include "../../../../core/model_shape.hpp"
 #include "../../../../core/selection.hpp"
 #include "../../attend/attention_problems.cuh"
 #include "../../device/alignment.cuh"
-#include "../../device/tuning.cuh"
+#include "../../device/kernel.cuh"
+#include "../../device/workspace.cuh"
 #include "../../store/slot_order.cuh"
 #include "detail/page_attention.cuh"
 
@@ -85,23 +87,17 @@ class choose_pages {
     tiles_each_ = std::clamp(tiles * rows_ / (device.multiprocessors * 5), 1, 8);
     tile_blocks_ = ceil_div(tiles, tiles_each_);
     logits_shared_ = detail::page_shared<T, D>::bytes(query_rows_);
-    logits_entry_ = detail::page_logits_entry<View, Scorer>;
-    require(allow(device, logits_entry_, logits_shared_), "shared memory of a block", logits_shared_,
-            "at most " + std::to_string(device.shared_memory), "split the step");
+    logits_entry_.require_shared(logits_shared_, device, "page scores", "split the step");
     if (device.compute_capability >= 90) find_clusters(device);
-    select_entry_ = detail::choose_pages_entry<true>;
     select_shared_ = std::size_t(key_stride_) * 4;
-    resident_ = allow(device, select_entry_, select_shared_);
+    resident_ = select_entry_.allow_shared(select_shared_, device);
     if (!resident_) {
-      select_entry_ = detail::choose_pages_entry<false>;
+      select_entry_ = {detail::choose_pages_entry<false>};
       select_shared_ = 0;
     }
   }
 
-  std::size_t workspace_bytes() const {
-    const bool all_fit = resident_ && (!cluster_entry_ || usual_pages() == bounds_.max_pages());
-    return keys_at() + (all_fit ? 0 : std::size_t(rows_) * std::size_t(key_stride_) * 4);
-  }
+  std::size_t workspace_bytes() const { return memory(*this, nullptr).bytes(); }
 
   /// An upper bound of the slots that are chosen of a row.
   index_t max_chosen() const {
@@ -133,13 +129,13 @@ class choose_pages {
     const index_t rows = p.view.sequences * kv_heads_;
     if (rows == 0 || p.q.tokens == 0) return;
     watch_order(p.view, stream);
-    launch(cluster_entry_, shape_of(p, layout_.bytes), stream, "launch of cluster_pages", p, scorer_,
-           choice(p, workspace), scratch(p, workspace), layout_);
+    cluster_entry_.launch(shape_of(p, layout_.bytes), stream, "launch of cluster_pages", p, scorer_,
+                          choice(p, workspace), scratch(p, workspace), layout_);
   }
 
   /// Whether `choose_and_attend` can be called: raw rows, few query rows, few tokens to attend, and a device with
   /// clusters.
-  bool attends() const { return attend_entry_ != nullptr; }
+  bool attends() const { return bool(attend_entry_); }
 
   /// `run`, and the step's attention over what it chose, as decode_attention does it: out [sequences, tokens, q_heads,
   /// v_dim], lse [sequences, tokens, q_heads] (data null: not wanted). One launch.
@@ -152,8 +148,8 @@ class choose_pages {
     const index_t rows = p.view.sequences * kv_heads_;
     if (rows == 0 || p.q.tokens == 0) return;
     watch_order(p.view, stream);
-    launch(attend_entry_, shape_of(p, attend_bytes_), stream, "launch of attend_pages", p, scorer_,
-           choice(p, workspace), scratch(p, workspace), layout_, out, lse, max_chosen());
+    attend_entry_.launch(shape_of(p, attend_bytes_), stream, "launch of attend_pages", p, scorer_, choice(p, workspace),
+                         scratch(p, workspace), layout_, out, lse, max_chosen());
   }
 
   /// The first of two launches that equal `run`: writes the logits of pages to the workspace.
@@ -162,9 +158,8 @@ class choose_pages {
     const index_t rows = p.view.sequences * kv_heads_;
     if (rows == 0 || p.q.tokens == 0) return;
     watch_order(p.view, stream);
-    logits_entry_<<<dim3(unsigned(tile_blocks_), unsigned(rows)), detail::page_threads, logits_shared_, stream>>>(
-        p, scorer_, scratch(p, workspace));
-    check(cudaGetLastError(), "launch of page logits");
+    logits_entry_.launch({dim3(unsigned(tile_blocks_), unsigned(rows)), dim3(detail::page_threads), logits_shared_},
+                         stream, "launch of page logits", p, scorer_, scratch(p, workspace));
   }
 
   /// The second: chooses by the logits in the workspace.
@@ -172,9 +167,8 @@ class choose_pages {
     check_problem(p);
     const index_t rows = p.view.sequences * kv_heads_;
     if (rows == 0 || p.q.tokens == 0) return;
-    select_entry_<<<unsigned(rows), detail::choose_threads, select_shared_, stream>>>(choice(p, workspace),
-                                                                                      scratch(p, workspace));
-    check(cudaGetLastError(), "launch of choose_pages");
+    select_entry_.launch({dim3(unsigned(rows)), dim3(detail::choose_threads), select_shared_}, stream,
+                         "launch of choose_pages", choice(p, workspace), scratch(p, workspace));
   }
 
  private:
@@ -189,8 +183,7 @@ class choose_pages {
             "cover every plan that may come");
     require(sequences >= 1 && kv_heads_ >= 1 && rows_ <= 65535, "sequences * kv_heads", rows_, "1 to 65535",
             "split the batch");
-    require(q_heads_ >= 1 && q_heads_ % kv_heads_ == 0, "q_heads", q_heads_, "a multiple of kv_heads",
-            "pass the model's head counts");
+    require_head_counts(q_heads_, kv_heads_);
     require(tokens_ >= 1 && tokens_ <= detail::max_step_tokens, "tokens", tokens_,
             "1 to " + std::to_string(detail::max_step_tokens), "split the step");
     require(tokens_ * (q_heads_ / kv_heads_) <= detail::max_query_rows, "tokens * query heads of a group",
@@ -199,23 +192,10 @@ class choose_pages {
             "pass the most tokens that a row may hold");
   }
 
-  /// Lets a kernel use all of a block's shared memory; the limit belongs to the kernel. Returns whether that is at
-  /// least `wanted`.
-  template <class Entry>
-  static bool allow(const device_info& device, Entry entry, std::size_t wanted) {
-    cudaFuncAttributes of{};
-    check(cudaFuncGetAttributes(&of, entry), "cudaFuncGetAttributes");
-    const int room = device.shared_memory - int(of.sharedSizeBytes);
-    check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, room), "cudaFuncSetAttribute");
-    return wanted <= std::size_t(room);
-  }
-  template <class Entry>
-  static bool configure(const device_info& device, Entry entry, std::size_t wanted) {
-    // Code that was compiled for an older device has no clusters, also where it runs on a newer one.
-    if (!allow(device, entry, wanted) || !can_overlap(entry)) return false;
-    // Launches before and after use all of it too, so a multiprocessor need not change its split.
-    check(cudaFuncSetAttribute(entry, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
-          "cudaFuncSetAttribute");
+  template <class Kernel>
+  static bool configure(const device_info& device, const Kernel& entry, std::size_t wanted) {
+    if (!entry.overlaps() || !entry.allow_shared(wanted, device)) return false;
+    entry.prefer_shared();
     return true;
   }
 
@@ -236,23 +216,23 @@ class choose_pages {
   /// Whether all rows have clusters of `blocks_` blocks at a time: in two waves they take twice as long, and half the
   /// blocks less than that (34.9 us and 22.5 for 32 rows, H200, CUDA 13.0).
   bool run_at_once(const device_info& device) const {
-    const auto entry = detail::cluster_pages_entry<View, Scorer, false>;
+    const cluster_kernel entry(detail::cluster_pages_entry<View, Scorer, false>);
     const auto layout = detail::cluster_shared<T, D>::lay_out(query_rows_, usual_pages(), blocks_, detail::usual_ring);
     return configure(device, entry, layout.bytes) &&
-           rows_ <= resident_clusters(entry, {.blocks = dim3(unsigned(blocks_), unsigned(rows_)),
-                                              .threads = dim3(detail::cluster_threads),
-                                              .shared_bytes = layout.bytes,
-                                              .cluster = unsigned(blocks_)});
+           rows_ <= entry.resident_clusters({.blocks = dim3(unsigned(blocks_), unsigned(rows_)),
+                                             .threads = dim3(detail::cluster_threads),
+                                             .shared_bytes = layout.bytes,
+                                             .cluster = unsigned(blocks_)});
   }
   template <bool Alone>
   bool try_clusters(const device_info& device) {
-    const auto entry = detail::cluster_pages_entry<View, Scorer, Alone>;
+    const cluster_kernel entry(detail::cluster_pages_entry<View, Scorer, Alone>);
     if (!configure(device, entry, layout_.bytes)) return false;
     cluster_entry_ = entry;
     if constexpr (can_attend) {
       using attention = detail::cluster_attention<View>;
       attend_bytes_ = attention::bytes(layout_.bytes, max_chosen(), query_rows_, blocks_);
-      const auto both = detail::attend_pages_entry<View, Scorer, attended, Alone>;
+      const attend_kernel both(detail::attend_pages_entry<View, Scorer, attended, Alone>);
       // At most a tile a warp: with 2,048 tokens of 64 rows one launch takes 76.4 us, two 76.7 (H200, CUDA 13.0).
       const index_t tiles = ceil_div(ceil_div(max_chosen(), index_t(attention::tokens)), index_t(blocks_));
       const index_t max_tiles = detail::cluster_warps * (Alone ? 4 : 1);
@@ -284,29 +264,24 @@ class choose_pages {
     choice.out_stride = p.out_stride;
     choice.counts = p.counts;
     choice.mass = p.mass;
-    choice.keys = reinterpret_cast<unsigned*>(static_cast<unsigned char*>(workspace) + keys_at());
+    choice.keys = memory(*this, workspace).keys;
     choice.key_stride = key_stride_;
     return choice;
   }
   detail::page_scratch scratch(const problem_type& p, void* workspace) const {
-    auto* bytes = static_cast<unsigned char*>(workspace);
-    return {reinterpret_cast<float*>(bytes),
-            reinterpret_cast<float2*>(bytes + partials_at()),
-            reinterpret_cast<detail::slot_run*>(bytes + runs_at()),
-            stride_,
-            p.q.tokens * (q_heads_ / kv_heads_),
-            tiles_each_};
+    const memory arrays(*this, workspace);
+    return {arrays.logits, arrays.partials, arrays.runs, stride_, p.q.tokens * (q_heads_ / kv_heads_), tiles_each_};
   }
-  std::size_t partials_at() const {
-    return padded(std::size_t(rows_) * std::size_t(query_rows_) * std::size_t(stride_) * sizeof(float));
-  }
-  std::size_t runs_at() const {
-    return partials_at() + padded(std::size_t(rows_) * std::size_t(query_rows_) *
-                                  std::size_t(stride_ / detail::tile_pages) * sizeof(float2));
-  }
-  std::size_t keys_at() const {
-    return runs_at() + padded(std::size_t(rows_) * detail::max_step_tokens * sizeof(detail::slot_run));
-  }
+  struct memory : workspace_cut {
+    const choose_pages& op;
+    memory(const choose_pages& owner, void* begin) : workspace_cut(begin), op(owner) {}
+    const std::size_t rows = std::size_t(op.rows_), query_rows = rows * std::size_t(op.query_rows_);
+    const bool all_fit = op.resident_ && (!op.cluster_entry_ || op.usual_pages() == op.bounds_.max_pages());
+    float* logits = array<float>(query_rows * std::size_t(op.stride_));
+    float2* partials = array<float2>(query_rows * std::size_t(op.stride_ / detail::tile_pages));
+    detail::slot_run* runs = array<detail::slot_run>(rows * detail::max_step_tokens);
+    unsigned* keys = array<unsigned>(all_fit ? 0 : rows * std::size_t(op.key_stride_));  // too many for shared memory
+  };
 
   void check_problem(const problem_type& p) const {
     require(p.view.sequences * offset_t(p.view.kv_heads) <= rows_ && p.view.kv_heads == kv_heads_ &&
@@ -328,10 +303,10 @@ class choose_pages {
             "round the capacity up; begins and capacities must be multiples of 8 too");
   }
 
-  using cluster_entry = void (*)(page_problem<View>, Scorer, detail::page_choice, detail::page_scratch,
-                                 detail::cluster_layout);
-  using attend_entry = void (*)(page_problem<View>, Scorer, detail::page_choice, detail::page_scratch,
-                                detail::cluster_layout, rows_view<attended>, rows_view<float>, index_t);
+  using cluster_kernel =
+      device_kernel<page_problem<View>, Scorer, detail::page_choice, detail::page_scratch, detail::cluster_layout>;
+  using attend_kernel = device_kernel<page_problem<View>, Scorer, detail::page_choice, detail::page_scratch,
+                                      detail::cluster_layout, rows_view<attended>, rows_view<float>, index_t>;
 
   Scorer scorer_;
   selection_unit unit_;
@@ -342,11 +317,11 @@ class choose_pages {
   detail::cluster_layout layout_;  // shared memory of a block that has a row, or a cluster's share of it
   int blocks_ = 1;                 // of a row
   std::size_t logits_shared_ = 0, attend_bytes_ = 0, select_shared_ = 0;
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  cluster_entry cluster_entry_ = nullptr;  // null: two launches
-  attend_entry attend_entry_ = nullptr;
-  void (*logits_entry_)(page_problem<View>, Scorer, detail::page_scratch) = nullptr;
-  void (*select_entry_)(detail::page_choice, detail::page_scratch) = nullptr;
+  cluster_kernel cluster_entry_;  // none: two launches
+  attend_kernel attend_entry_;
+  device_kernel<page_problem<View>, Scorer, detail::page_scratch> logits_entry_{
+      detail::page_logits_entry<View, Scorer>};
+  device_kernel<detail::page_choice, detail::page_scratch> select_entry_{detail::choose_pages_entry<true>};
 };
 
 }  // namespace cuda

@@ -5,12 +5,12 @@
 
 #include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/model_shape.hpp"
+#include "../../../../core/prompt/prompt_lines.hpp"
 #include "../../../../core/selection.hpp"
 #include "../../../../core/sequence_layer.hpp"
-#include "../../../../core/prompt/prompt_lines.hpp"
-#include "../../device/launch.cuh"
-#include "../../device/search.cuh"
+#include "../../device/kernel.cuh"
 #include "../../device/warp.cuh"
+#include "../../device/whole_numbers.cuh"
 #include "../../store/kv_store.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -165,8 +165,8 @@ class no_candidates {
   View batch_view(index_t, const View& all, index_t = 0) const { return all; }
   void plan_pass(const sequence_layers&, const host_vector<kept_bound>&) {}
   void pass(sequence_layer, index_t, const kept_slots&, const joined_columns&, cudaStream_t) {}
-  void pass_in_step(index_t, index_t, const step_table&, index_t, const selection_view&, index_t,
-                    const joined_columns&, cudaStream_t) const {}
+  void pass_in_step(index_t, index_t, const step_table&, index_t, const selection_view&, index_t, const joined_columns&,
+                    cudaStream_t) const {}
   void note_read(index_t, const step_table&, index_t, index_t*, index_t*, cudaStream_t) const {}
   void passed_in_step(sequence_layer, const token_bound&) {}
   void plan_room(const sequence_layers&, index_t, const host_vector<index_t>&) {}

@@ -57,7 +57,7 @@ class decode_blocks {
     if (!limits.alike) trim_.emplace(lanes_, read_, max_segments, device);
   }
 
-  std::size_t workspace_bytes() const { return offset(7); }
+  std::size_t workspace_bytes() const { return memory(*this, nullptr).bytes(); }
 
   void run(packed_problem<View, Out> problem, void* workspace, cudaStream_t stream) const {
     const rotated_rows rotated = choose(problem, workspace, stream);
@@ -66,36 +66,34 @@ class decode_blocks {
   /// Sets the problem's `chosen`, `unit` and `chosen_begins`; they lie in the workspace.
   rotated_rows choose(packed_problem<View, Out>& problem, void* workspace, cudaStream_t stream) const {
     const rotated_rows rotated = rotate(problem, workspace, stream);
-    auto* scores = array<float>(workspace, 2);
-    auto* units = array<index_t>(workspace, 4);
-    score_.run(problem.view, rotated, scorer_, scores, capacity_, units, stream);
+    const memory arrays(*this, workspace);
+    score_.run(problem.view, rotated, scorer_, arrays.scores, capacity_, arrays.units, stream);
     select_problem select;
-    select.scores = scores, select.score_stride = capacity_;
-    select.n = {units};
+    select.scores = arrays.scores, select.score_stride = capacity_;
+    select.n = {arrays.units};
     select.keep = {nullptr, read_};
     select.tail = {nullptr, 0};
-    select.out = array<index_t>(workspace, 3), select.out_stride = read_;
-    select.counts = units + lanes_;
+    select.out = arrays.blocks, select.out_stride = read_;
+    select.counts = arrays.counts;
     select.rows = problem.view.whole.sequences * problem.view.whole.kv_heads;
     select_.run(select, nullptr, stream);
     problem.chosen = select.chosen();
     problem.unit = trim_ ? 0 : block_;
-    problem.chosen_begins = trim_ ? array<index_t>(workspace, 5) : nullptr;
+    problem.chosen_begins = trim_ ? arrays.begins : nullptr;
     if (trim_) {
-      trim_->run(
-          {problem.view, scores, capacity_, tokens_, select.out, read_, select.counts, array<index_t>(workspace, 5)},
-          array<unsigned char>(workspace, 6), stream);
+      trim_->run({problem.view, arrays.scores, capacity_, tokens_, select.out, read_, select.counts, arrays.begins},
+                 arrays.trimming, stream);
     }
     return rotated;
   }
   rotated_rows rotate(const packed_problem<View, Out>& problem, void* workspace, cudaStream_t stream) const {
-    void* attending = array<unsigned char>(workspace, 0);
-    return rotate_.run(problem.view, problem.q, array<unsigned char>(workspace, 1), attend_.part_segments(attending),
+    const memory arrays(*this, workspace);
+    return rotate_.run(problem.view, problem.q, arrays.rotated, attend_.part_segments(arrays.attending),
                        attend_.parts(), stream);
   }
   void attend(const packed_problem<View, Out>& problem, const rotated_rows& rotated, void* workspace,
               cudaStream_t stream) const {
-    attend_.run(problem, rotated, array<unsigned char>(workspace, 0), stream);
+    attend_.run(problem, rotated, memory(*this, workspace).attending, stream);
   }
 
  private:
@@ -104,25 +102,19 @@ class decode_blocks {
     selector.check_budget("budget", tokens);
     return selector.block;
   }
-  /// Where array i of the workspace begins, in bytes. The arrays: attention's, rotated queries, scores, chosen blocks,
-  /// their numbers, where segments begin among them, and the trimming's.
-  std::size_t offset(int i) const {
-    const std::size_t lanes = std::size_t(lanes_);
-    const std::size_t bytes[] = {attend_.workspace_bytes(),
-                                 rotate_.workspace_bytes(),
-                                 array_bytes<float>(lanes * std::size_t(capacity_)),
-                                 array_bytes<index_t>(lanes * std::size_t(read_)),
-                                 array_bytes<index_t>(2 * lanes),
-                                 trim_ ? array_bytes<index_t>(lanes * std::size_t(max_segments_ + 1)) : 0,
-                                 trim_ ? trim_->workspace_bytes() : 0};
-    std::size_t begin = 0;
-    for (int j = 0; j < i; ++j) begin += padded(bytes[j]);
-    return begin;
-  }
-  template <class X>
-  X* array(void* workspace, int i) const {
-    return reinterpret_cast<X*>(static_cast<unsigned char*>(workspace) + offset(i));
-  }
+  struct memory : workspace_cut {
+    const decode_blocks& op;
+    memory(const decode_blocks& owner, void* begin) : workspace_cut(begin), op(owner) {}
+    const std::size_t lanes = std::size_t(op.lanes_);
+    void* attending = block(op.attend_.workspace_bytes());
+    void* rotated = block(op.rotate_.workspace_bytes());
+    float* scores = array<float>(lanes * std::size_t(op.capacity_));
+    index_t* blocks = array<index_t>(lanes * std::size_t(op.read_));  // chosen ones
+    index_t* units = array<index_t>(lanes);                           // how many blocks there are
+    index_t* counts = array<index_t>(lanes);
+    index_t* begins = array<index_t>(op.trim_ ? lanes * std::size_t(op.max_segments_ + 1) : 0);
+    void* trimming = block(op.trim_ ? op.trim_->workspace_bytes() : 0);
+  };
 
   block_mean scorer_;
   index_t block_, tokens_, lanes_, max_segments_, capacity_, read_;

@@ -9,6 +9,7 @@
 #include "../../device/alignment.cuh"
 #include "../../device/check.cuh"
 #include "../../device/warp.cuh"
+#include "../../device/workspace.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -230,7 +231,7 @@ class score_contents {
     blocks_ = std::clamp(ceil_div(capacity, 4 * chunks::tile), 1, (std::max)(1, 2048 / rows));
   }
 
-  std::size_t workspace_bytes() const { return anchored ? anchors_at() + sizeof(float) * values() : 0; }
+  std::size_t workspace_bytes() const { return anchored ? memory(*this, nullptr).bytes() : 0; }
 
   void run(const View& view, const Scorer& scorer, float* scores, offset_t row_stride, void* workspace,
            cudaStream_t stream) const {
@@ -240,12 +241,10 @@ class score_contents {
     if (rows == 0) return;
     const bool aligned = keys ? rows_on_16_bytes(view.k, view.k_strides) : rows_on_16_bytes(view.v, view.v_strides);
     const dim3 grid{unsigned(blocks_), unsigned(rows)};
-    auto* bytes = static_cast<unsigned char*>(workspace);
-    [[maybe_unused]] float* anchors = nullptr;
+    [[maybe_unused]] const float* anchors = nullptr;
     if constexpr (anchored) {
-      anchors = reinterpret_cast<float*>(bytes + anchors_at());
-      const detail::anchor_partials partials{reinterpret_cast<double*>(bytes),
-                                             reinterpret_cast<index_t*>(bytes + counted_at()), anchors};
+      const detail::anchor_partials partials = memory(*this, workspace).partials;
+      anchors = partials.anchors;
       detail::sum_rows_entry<View, Scorer, keys>
           <<<grid, detail::contents_threads, 0, stream>>>(view, scorer, aligned, partials);
       detail::mean_rows_entry<1024, chunks::dim><<<unsigned(rows), 1024, 0, stream>>>(partials, blocks_);
@@ -256,11 +255,13 @@ class score_contents {
   }
 
  private:
-  std::size_t values() const { return std::size_t(rows_) * chunks::dim; }
-  std::size_t counted_at() const { return array_bytes<double>(values() * std::size_t(blocks_)); }
-  std::size_t anchors_at() const {
-    return counted_at() + array_bytes<index_t>(std::size_t(rows_) * std::size_t(blocks_));
-  }
+  struct memory : workspace_cut {
+    const score_contents& op;
+    memory(const score_contents& owner, void* begin) : workspace_cut(begin), op(owner) {}
+    const std::size_t rows = std::size_t(op.rows_), values = rows * chunks::dim, blocks = std::size_t(op.blocks_);
+    detail::anchor_partials partials{array<double>(values * blocks), array<index_t>(rows* blocks),
+                                     array<float>(values)};
+  };
 
   index_t rows_, blocks_ = 1;
 };

@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "../../device/copy.cuh"
-#include "../../device/tuning.cuh"
+#include "../../device/kernel.cuh"
 #include "lagged_partitions.cuh"
 #include "lagged_ranks.cuh"
 
@@ -330,12 +330,12 @@ class score_lagged {
   score_lagged(index_t rows, index_t capacity)
       : rows_(rows), capacity_(capacity), resident_(detail::lagged_blocks * device_info::current().multiprocessors) {
     require(rows >= 1 && rows <= 65535, "sequences * kv_heads", rows, "1 to 65535", "split the batch");
-    // The limit belongs to the kernel, not to this object: always the same.
-    const auto allow = [](auto entry, int bytes) {
-      check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cudaFuncSetAttribute");
-    };
-    allow(any_, any_bytes);
-    if constexpr (columns::possible) allow(columns_, columns::shared_bytes);
+    const device_info device = device_info::current();
+    any_.require_shared(any_bytes, device, "scoring by lags", "use a device with more of it");
+    if constexpr (columns::possible) {
+      columns_ = {detail::score_columns_entry<View, Scorer>};
+      columns_.require_shared(columns::shared_bytes, device, "scoring by lags", "use a device with more of it");
+    }
   }
 
   std::size_t workspace_bytes() const { return std::size_t(rows_) * 2 * std::size_t(capacity_) * sizeof(float); }
@@ -359,35 +359,23 @@ class score_lagged {
     if constexpr (columns::possible) {
       in_columns = scorer.lag == columns::lag && keys_aligned && values_aligned;
       if (in_columns) {
-        columns_<<<runs, detail::lagged_threads, columns::shared_bytes, stream>>>(
-            view, scorer, scores, row_stride, static_cast<float*>(workspace), capacity_, run);
+        columns_.launch({runs, dim3(detail::lagged_threads), columns::shared_bytes}, stream, "launch of score_lagged",
+                        view, scorer, scores, row_stride, static_cast<float*>(workspace), capacity_, run);
       }
     }
     if (!in_columns) {
-      any_<<<runs, detail::lagged_threads, any_bytes, stream>>>(view, scorer, keys_aligned, values_aligned, scores,
-                                                                row_stride, static_cast<float*>(workspace), capacity_,
-                                                                run);
+      any_.launch({runs, dim3(detail::lagged_threads), any_bytes}, stream, "launch of score_lagged", view, scorer,
+                  keys_aligned, values_aligned, scores, row_stride, static_cast<float*>(workspace), capacity_, run);
     }
-    check(cudaGetLastError(), "launch of score_lagged");
   }
 
  private:
   using columns = detail::lagged_columns<View>;
   static constexpr int any_bytes = detail::partition_rows<View, true>::shared_bytes;
-  template <class V>
-  static constexpr auto columns_entry() {
-    if constexpr (detail::lagged_columns<V>::possible) {
-      return detail::score_columns_entry<V, Scorer>;
-    } else {
-      return nullptr;
-    }
-  }
-
   index_t rows_, capacity_, resident_;
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*any_)(View, Scorer, bool, bool, float*, offset_t, float*, index_t,
-               index_t) = detail::score_lagged_entry<View, Scorer>;
-  void (*columns_)(View, Scorer, float*, offset_t, float*, index_t, index_t) = columns_entry<View>();
+  device_kernel<View, Scorer, bool, bool, float*, offset_t, float*, index_t, index_t> any_{
+      detail::score_lagged_entry<View, Scorer>};
+  device_kernel<View, Scorer, float*, offset_t, float*, index_t, index_t> columns_;
 };
 
 }  // namespace cuda

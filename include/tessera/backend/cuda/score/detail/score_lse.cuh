@@ -4,7 +4,8 @@
 #include <cfloat>
 
 #include "../../../../math/softmax_state.hpp"
-#include "../../device/launch.cuh"
+#include "../../device/kernel.cuh"
+#include "../../device/softmax.cuh"
 #include "../score_problem.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -121,12 +122,6 @@ struct lse_kernel {
     }
   }
 
-  __device__ static void merge(float& max, float& sum, float other_max, float other_sum) {
-    const float top = fmaxf(max, other_max);
-    sum = sum * power_of_two(max - top) + other_sum * power_of_two(other_max - top);
-    max = top;
-  }
-
   /// Ends a split: lanes, then warps, merge in a fixed order.
   __device__ static void flush(const lse_partials& out, index_t row, const scored_head& at, index_t first_query,
                                index_t split, float2 (*meeting)[16], int warp, int lane, running& state) {
@@ -135,7 +130,7 @@ struct lse_kernel {
 #pragma unroll
       for (int step = 1; step < 4; step *= 2) {
         const float max = __shfl_xor_sync(~0u, state.max[r], step), sum = __shfl_xor_sync(~0u, state.sum[r], step);
-        merge(state.max[r], state.sum[r], max, sum);
+        join_sums(state.max[r], state.sum[r], max, sum);
       }
       const int held = r / 2 * 16 + r % 2 * 8 + lane / 4;
       if constexpr (token_warps > 1) {
@@ -150,7 +145,7 @@ struct lse_kernel {
       __syncthreads();
       if (threadIdx.x < 16 && first_query + index_t(threadIdx.x) < at.query_rows) {
         float2 all = meeting[0][threadIdx.x];
-        for (int w = 1; w < warps; ++w) merge(all.x, all.y, meeting[w][threadIdx.x].x, meeting[w][threadIdx.x].y);
+        for (int w = 1; w < warps; ++w) join_sums(all.x, all.y, meeting[w][threadIdx.x].x, meeting[w][threadIdx.x].y);
         out.splits(row, first_query + index_t(threadIdx.x))[split] = all;
       }
       __syncthreads();

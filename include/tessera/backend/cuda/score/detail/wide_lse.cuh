@@ -128,9 +128,7 @@ struct wide_lse_kernel {
 #pragma unroll
       for (int step = 1; step < 4; step *= 2) {
         const float max = __shfl_xor_sync(~0u, state.max[r], step), sum = __shfl_xor_sync(~0u, state.sum[r], step);
-        const float top = fmaxf(state.max[r], max);
-        state.sum[r] = state.sum[r] * power_of_two(state.max[r] - top) + sum * power_of_two(max - top);
-        state.max[r] = top;
+        join_sums(state.max[r], state.sum[r], max, sum);
       }
     }
   }

@@ -3,7 +3,7 @@
 
 #include <climits>
 
-#include "../../device/launch.cuh"
+#include "../../device/kernel.cuh"
 #include "score_sum.cuh"
 #include "wide_keys.cuh"
 

@@ -3,7 +3,8 @@
 
 #include <algorithm>
 
-#include "../../device/tuning.cuh"
+#include "../../device/kernel.cuh"
+#include "../../device/workspace.cuh"
 #include "detail/expected_kernel.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -83,27 +84,20 @@ class score_expected {
             "q_heads", q_heads, "a multiple of kv_heads, at most 64 for each", "pass the model's head counts");
     require(offset_t(sequences) * q_heads <= 65535, "sequences * q_heads", offset_t(sequences) * q_heads,
             "at most 65535", "split the batch");
-    entry_ = detail::expected_entry<View, Scorer>;
-    cudaFuncAttributes compiled{};
-    check(cudaFuncGetAttributes(&compiled, entry_), "cudaFuncGetAttributes");
     const auto take = [&]<class Kernel>(const Kernel*) {
-      if (compiled.maxThreadsPerBlock != Kernel::threads) return;
+      if (entry_.max_threads() != Kernel::threads) return;
       rounds_ = ceil_div(q_heads / kv_heads, Kernel::heads), threads_ = Kernel::threads, tile_ = Kernel::tile;
       shared_bytes_ = Kernel::shared_bytes;
     };
     take(static_cast<const detail::expected_kernel_of<View, Scorer, false>*>(nullptr));
     if constexpr (fits_wide_products<D>)
       take(static_cast<const detail::expected_kernel_of<View, Scorer, true>*>(nullptr));
-    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes_)),
-          "cudaFuncSetAttribute");
-    int resident = 0;
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, shared_bytes_),
-          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    blocks_ = std::clamp((std::max)(1, resident) * device.multiprocessors / (sequences * kv_heads * rounds_), 1,
+    entry_.require_shared(shared_bytes_, device, "Expected Attention", "use a device with more of it");
+    blocks_ = std::clamp(entry_.resident_blocks(threads_, shared_bytes_, device) / (sequences * kv_heads * rounds_), 1,
                          ceil_div(capacity, tile_));
   }
 
-  std::size_t workspace_bytes() const { return shift_at() + array_bytes<int>(rows()); }
+  std::size_t workspace_bytes() const { return memory(*this, nullptr).bytes(); }
 
   void run(const View& view, const Scorer& scorer, const query_statistics* statistics, const float* frequencies,
            const index_t* next, const logit_rule& rule, float* scores, offset_t row_stride, void* workspace,
@@ -114,40 +108,42 @@ class score_expected {
             "construct score_expected for the largest batch");
     require_rows_on_16_bytes("K", view.k, view.k_strides);
     if (view.sequences == 0) return;
-    auto* bytes = static_cast<unsigned char*>(workspace);
+    const memory arrays(*this, workspace);
     detail::expected_problem<View> p;
     p.view = view;
-    p.moments = {reinterpret_cast<float*>(bytes + mean_at()), reinterpret_cast<T*>(bytes + high_at()),
-                 reinterpret_cast<T*>(bytes + low_at()), reinterpret_cast<int*>(bytes + shift_at())};
+    p.moments = arrays.moments;
     p.scale = rule.scale_for(D);
-    p.logits = reinterpret_cast<float*>(bytes);
-    p.partials = reinterpret_cast<detail::exp_sum*>(bytes + partials_at());
+    p.logits = arrays.logits;
+    p.partials = arrays.partials;
     p.group = q_heads_ / kv_heads_;
     p.capacity = capacity_;
-    make_moments<T, D>(statistics, frequencies, next, scorer.future, view.sequences, q_heads_,
-                       reinterpret_cast<double2*>(bytes + turns_at()), p.moments, stream);
-    entry_<<<dim3(unsigned(blocks_), unsigned(view.sequences * kv_heads_ * rounds_)), unsigned(threads_), shared_bytes_,
-             stream>>>(p, scorer);
+    make_moments<T, D>(statistics, frequencies, next, scorer.future, view.sequences, q_heads_, arrays.turns, p.moments,
+                       stream);
+    entry_.launch({.blocks = dim3(unsigned(blocks_), unsigned(view.sequences * kv_heads_ * rounds_)),
+                   .threads = dim3(unsigned(threads_)),
+                   .shared_bytes = shared_bytes_},
+                  stream, "launch of expected_logits", p, scorer);
     const dim3 grid{unsigned(std::clamp(ceil_div(capacity_, 1024), 1, 128)), unsigned(view.sequences * kv_heads_)};
     detail::average_entry<View, Scorer, 256><<<grid, 256, 0, stream>>>(p, scorer, blocks_, scores, row_stride);
     check(cudaGetLastError(), "launch of score_expected");
   }
 
  private:
-  // The workspace: logits; their sums by block; turns; means; covariances.
-  std::size_t rows() const { return std::size_t(sequences_) * std::size_t(q_heads_); }
-  std::size_t partials_at() const { return array_bytes<float>(rows() * std::size_t(capacity_)); }
-  std::size_t turns_at() const { return partials_at() + array_bytes<detail::exp_sum>(rows() * std::size_t(blocks_)); }
-  std::size_t mean_at() const { return turns_at() + array_bytes<double2>(std::size_t(sequences_) * D / 2); }
-  std::size_t high_at() const { return mean_at() + array_bytes<float>(rows() * D); }
-  std::size_t low_at() const { return high_at() + array_bytes<T>(rows() * D * D); }
-  std::size_t shift_at() const { return low_at() + array_bytes<T>(rows() * D * D); }
+  struct memory : workspace_cut {
+    const score_expected& op;
+    memory(const score_expected& owner, void* begin) : workspace_cut(begin), op(owner) {}
+    const std::size_t rows = std::size_t(op.sequences_) * std::size_t(op.q_heads_);
+    float* logits = array<float>(rows * std::size_t(op.capacity_));
+    exp_sum* partials = array<exp_sum>(rows * std::size_t(op.blocks_));
+    double2* turns = array<double2>(std::size_t(op.sequences_) * D / 2);
+    detail::moment_rows<T> moments{array<float>(rows * D), array<T>(rows* D* D), array<T>(rows* D* D),
+                                   array<int>(rows)};
+  };
 
   index_t sequences_, kv_heads_, q_heads_, capacity_;
   int blocks_ = 1, rounds_ = 1, threads_ = 0, tile_ = 1;
   std::size_t shared_bytes_ = 0;
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*entry_)(detail::expected_problem<View>, Scorer) = nullptr;
+  device_kernel<detail::expected_problem<View>, Scorer> entry_{detail::expected_entry<View, Scorer>};
 };
 
 namespace detail {

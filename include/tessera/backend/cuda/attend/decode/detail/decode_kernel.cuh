@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../../device/barrier.cuh"
-#include "../../../device/launch.cuh"
+#include "../../../device/kernel.cuh"
 #include "../../../device/mma.cuh"
 #include "../../../device/warp.cuh"
 #include "decode_plan.cuh"
@@ -181,14 +181,14 @@ struct decode_merge : decode_block<View, Out> {
           for (int other = warp + at_once; other < warps; other += at_once) {
             const float2 state = shares.state[other];
             const float4 y = shares.out[other][lane];
-            const float higher = fmaxf(top, state.x), reference = higher == -infinity ? 0.0f : higher;
-            const float shrink = power_of_two(top - reference), factor = power_of_two(state.x - reference);
-            top = higher;
-            sum = sum * shrink + state.y * factor;
-            x.x = x.x * shrink + y.x * factor;
-            x.y = x.y * shrink + y.y * factor;
-            x.z = x.z * shrink + y.z * factor;
-            x.w = x.w * shrink + y.w * factor;
+            const softmax_rise rise(top, state.x);
+            const float factor = rise.weight(state.x);
+            top = rise.largest;
+            sum = sum * rise.shrink + state.y * factor;
+            x.x = x.x * rise.shrink + y.x * factor;
+            x.y = x.y * rise.shrink + y.y * factor;
+            x.z = x.z * rise.shrink + y.z * factor;
+            x.w = x.w * rise.shrink + y.w * factor;
           }
         }
       }
@@ -216,16 +216,14 @@ struct decode_merge : decode_block<View, Out> {
           y[part] = __ldcg(reinterpret_cast<const float4*>(outs + (done + part) * rows_per_block * Dv));
         }
         if (done == 0) {
-          const float higher = fmaxf(top, lanes_max<32>(state.x));
-          const float reference = higher == -infinity ? 0.0f : higher;
-          const float shrink = power_of_two(top - reference);
-          factor = power_of_two(state.x - reference);
-          top = higher;
-          sum = fmaf(sum, shrink, warp_sum(__fmul_rn(state.y, factor)));
-          x.x *= shrink;
-          x.y *= shrink;
-          x.z *= shrink;
-          x.w *= shrink;
+          const softmax_rise rise(top, lanes_max<32>(state.x));
+          factor = rise.weight(state.x);
+          top = rise.largest;
+          sum = fmaf(sum, rise.shrink, warp_sum(__fmul_rn(state.y, factor)));
+          x.x *= rise.shrink;
+          x.y *= rise.shrink;
+          x.z *= rise.shrink;
+          x.w *= rise.shrink;
         }
 #pragma unroll
         for (int part = 0; part < AtOnce; ++part) {

@@ -6,7 +6,7 @@
 
 #include "../../../../../core/views.hpp"
 #include "../../../device/copy.cuh"
-#include "../../../device/even_cut.cuh"
+#include "../../../device/whole_numbers.cuh"
 #include "../../attention_problems.cuh"
 
 TESSERA_NAMESPACE_BEGIN

@@ -130,22 +130,18 @@ template <class View, class Out>
 class decode_clusters {
  public:
   explicit decode_clusters(const device_info& device) {
-    cudaFuncAttributes compiled{};
-    check(cudaFuncGetAttributes(&compiled, entry_), "cudaFuncGetAttributes");
-    if (compiled.ptxVersion < 90) return;  // no clusters
-    const decode_tuning tuning = decode_tuning_for<View>(compiled.ptxVersion);
+    if (!entry_.overlaps()) return;  // no clusters
+    const decode_tuning tuning = decode_tuning_for<View>(entry_.architecture());
     tile_ = tuning.warps * tuning.tokens;
     shared_bytes_ = decode_shared_bytes<View>(tuning);
-    if (shared_bytes_ + int(compiled.sharedSizeBytes) > device.shared_memory) return;
+    if (!entry_.allow_shared(std::size_t(shared_bytes_), device)) return;
     threads_ = tuning.warps * 32;
-    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes_),
-          "cudaFuncSetAttribute");
     resident_[0] = device.multiprocessors;
     for (int shift = 1; shift < shifts; ++shift) {
-      resident_[shift] = resident_clusters(entry_, {.blocks = dim3(1u << shift),
-                                                    .threads = dim3(unsigned(threads_)),
-                                                    .shared_bytes = std::size_t(shared_bytes_),
-                                                    .cluster = 1u << shift});
+      resident_[shift] = entry_.resident_clusters({.blocks = dim3(1u << shift),
+                                                   .threads = dim3(unsigned(threads_)),
+                                                   .shared_bytes = std::size_t(shared_bytes_),
+                                                   .cluster = 1u << shift});
     }
   }
 
@@ -167,18 +163,17 @@ class decode_clusters {
 
   void run(const decode_problem<View, Out>& problem, index_t rows, index_t query_blocks, int shift,
            cudaStream_t stream) const {
-    launch(entry_,
-           {.blocks = dim3(unsigned(rows) << shift, unsigned(query_blocks)),
-            .threads = dim3(unsigned(threads_)),
-            .shared_bytes = std::size_t(shared_bytes_),
-            .cluster = 1u << shift,
-            .overlapping = true},
-           stream, "launch of decode attention over short rows", problem, shift);
+    entry_.launch({.blocks = dim3(unsigned(rows) << shift, unsigned(query_blocks)),
+                   .threads = dim3(unsigned(threads_)),
+                   .shared_bytes = std::size_t(shared_bytes_),
+                   .cluster = 1u << shift,
+                   .overlapping = true},
+                  stream, "launch of decode attention over short rows", problem, shift);
   }
 
  private:
   static constexpr int shifts = 4;
-  void (*entry_)(decode_problem<View, Out>, int) = decode_short_entry<View, Out>;
+  device_kernel<decode_problem<View, Out>, int> entry_{decode_short_entry<View, Out>};
   int threads_ = 0, tile_ = 0, shared_bytes_ = 0;
   int resident_[shifts] = {};  // clusters that run at a time
 };

@@ -23,7 +23,7 @@ struct decode_softmax {
 #pragma unroll
       for (int n = 0; n < Tokens / 8; ++n) top = fmaxf(top, fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
       top = lanes_max<4>(top);
-      const float reference = top == -infinity ? 0.0f : top;
+      const float reference = softmax_reference(top);
       const float shrink = power_of_two(max[half] - reference);  // 2^-inf = 0: nothing seen so far
       float more = 0;
 #pragma unroll

@@ -1,8 +1,8 @@
 // What a warp makes of packed rows: their tiles, and its part of a softmax over them.
 #pragma once
 
-#include "../../../device/logit.cuh"
 #include "../../../device/mma.cuh"
+#include "../../../device/softmax.cuh"
 #include "../../../device/warp.cuh"
 #include "../../../store/packed/packed_view.cuh"
 
@@ -63,7 +63,7 @@ struct packed_state {
       top = fmaxf(top, x[j]);
     }
     top = lanes_max<4>(top);
-    const float reference = top == -infinity ? 0.0f : top, shrink = exp2f(largest - reference);
+    const float reference = softmax_reference(top), shrink = exp2f(largest - reference);
     largest = top;
     sum *= shrink;
     const float of_rows[2] = {__shfl_sync(~0u, shrink, lane % 4 * 8), __shfl_sync(~0u, shrink, lane % 4 * 8 + 4)};

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "../../../device/divide.cuh"
-#include "../../../device/launch.cuh"
+#include "../../../device/kernel.cuh"
+#include "../../../device/whole_numbers.cuh"
 #include "../../../store/packed/packed_view.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -134,12 +134,11 @@ class rotate_queries {
         max_segments_(max_segments),
         rows_(tokens * (q_heads / kv_heads)),
         entry_(max_segments > detail::segments_rotated_together ? detail::rotate_queries_entry<View, true>
-                                                                : detail::rotate_queries_entry<View, false>),
-        overlapping_(can_overlap(entry_)) {}
+                                                                : detail::rotate_queries_entry<View, false>) {}
 
   std::size_t workspace_bytes() const {
-    return array_bytes<float>(std::size_t(sequences_) * std::size_t(heads_) * std::size_t(max_segments_) *
-                              std::size_t(rows_ + 1) * View::k_dim);
+    return std::size_t(sequences_) * std::size_t(heads_) * std::size_t(max_segments_) * std::size_t(rows_ + 1) *
+           View::k_dim * sizeof(float);
   }
   /// `part_segment` [sequences * kv_heads, parts] is set to "none": attention fills it.
   rotated_rows run(const View& view, const rows_view<const T>& q, void* workspace, index_t* part_segment, index_t parts,
@@ -152,22 +151,19 @@ class rotate_queries {
             "make the operation for the view's table");
     const index_t lanes = view.whole.sequences * view.whole.kv_heads;
     if (lanes == 0) return to;
-    launch(entry_,
-           {.blocks = dim3(unsigned(std::clamp(max_segments_, 1, detail::segments_rotated_together) *
-                                    ceil_div(View::k_dim, detail::channels_rotated_together)),
-                           unsigned(lanes), unsigned(ceil_div(to.rows + 1, detail::rows_rotated_together))),
-            .threads = dim3(detail::rotating_threads),
-            .shared_bytes = std::size_t(detail::rows_rotated_together) * View::k_dim * sizeof(float),
-            .overlapping = overlapping_},
-           stream, "launch of rotate_queries", view, q, to, part_segment, parts);
+    entry_.launch({.blocks = dim3(unsigned(std::clamp(max_segments_, 1, detail::segments_rotated_together) *
+                                           ceil_div(View::k_dim, detail::channels_rotated_together)),
+                                  unsigned(lanes), unsigned(ceil_div(to.rows + 1, detail::rows_rotated_together))),
+                   .threads = dim3(detail::rotating_threads),
+                   .shared_bytes = std::size_t(detail::rows_rotated_together) * View::k_dim * sizeof(float),
+                   .overlapping = entry_.overlaps()},
+                  stream, "launch of rotate_queries", view, q, to, part_segment, parts);
     return to;
   }
 
  private:
   index_t sequences_, heads_, max_segments_, rows_;
-  // What was asked about is what is launched: nvcc gives every source file a kernel of its own.
-  void (*entry_)(View, rows_view<const T>, rotated_rows, index_t*, index_t);
-  bool overlapping_;
+  device_kernel<View, rows_view<const T>, rotated_rows, index_t*, index_t> entry_;
 };
 
 }  // namespace cuda

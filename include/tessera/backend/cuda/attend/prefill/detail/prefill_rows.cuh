@@ -2,10 +2,10 @@
 #pragma once
 
 #include "../../../../../math/softmax_state.hpp"
-#include "../../../device/logit.cuh"
 #include "../../../device/mma.cuh"
-#include "../../../device/search.cuh"
+#include "../../../device/softmax.cuh"
 #include "../../../device/warp.cuh"
+#include "../../../device/whole_numbers.cuh"
 #include "../../attention_problems.cuh"
 #include "../../detail/tile_values.cuh"
 
@@ -243,7 +243,7 @@ struct prefill_rows {
     }
 #pragma unroll
     for (int r = 0; r < row_tiles * 2; ++r) {
-      const float reference = state.reference[r] == -infinity ? 0.0f : state.reference[r];
+      const float reference = softmax_reference(state.reference[r]);
       state.sum[r] *= result.by[r];
 #pragma unroll
       for (int n = 0; n < tile / 8; ++n) {
@@ -295,13 +295,8 @@ struct prefill_rows {
   /// What a row's outputs are multiplied by, sink logit included, and its log-sum-exp.
   __device__ static row_result close(const problem_type& p, index_t q_head, float reference, float sum) {
     softmax_state total{reference * ln2, sum};
-    float scale = 1;
-    if (p.rule.sink_logits && sum == sum) {  // NaN alone has no maximum: the sink must not hide it
-      const float before = total.max;
-      total.merge({p.rule.sink_logits[q_head], 1.0f});
-      scale = before == -infinity ? 0.0f : expf(before - total.max);
-    }
-    return {total.sum == 0 ? 0.0f : scale / total.sum, total.sum != total.sum ? total.sum : total.log_sum_exp()};
+    const float factor = total.close(p.rule.sink_logits, q_head);
+    return {factor, total.lse()};
   }
 
   __device__ static void write_two(Out* out, float low, float high) {
@@ -358,7 +353,7 @@ struct prefill_rows {
     for (index_t part = 0; part < parts.splits; ++part) {
       const float2 state = state_of(part);
       if (state.y == 0) continue;
-      const float weight = power_of_two(state.x - (top == -infinity ? 0.0f : top));
+      const float weight = power_of_two(state.x - softmax_reference(top));
       sum += state.y * weight;
       const float* from = parts.out + (slot + offset_t(part) * block_rows) * Dv;
 #pragma unroll

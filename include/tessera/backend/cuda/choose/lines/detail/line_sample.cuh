@@ -3,8 +3,8 @@
 
 #include "../../../../../core/logit_rule.hpp"
 #include "../../../../../core/views.hpp"
-#include "../../../device/logit.cuh"
 #include "../../../device/mma.cuh"
+#include "../../../device/softmax.cuh"
 #include "../../../device/warp.cuh"
 
 TESSERA_NAMESPACE_BEGIN

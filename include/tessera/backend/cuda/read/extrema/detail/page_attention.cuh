@@ -75,16 +75,14 @@ struct cluster_state {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float largest = fmaxf(r ? tile_top.y : tile_top.x, top[r]);
-      const float reference = largest == -infinity ? 0.0f : largest, shrink = power_of_two(top[r] - reference);
-      s[r] = power_of_two(s[r] - reference);
-      s[r + 2] = power_of_two(s[r + 2] - reference);
-      sum[r] = sum[r] * shrink + s[r] + s[r + 2];
-      if (largest != top[r]) {
+      const softmax_rise rise(top[r], r ? tile_top.y : tile_top.x);
+      s[r] = rise.weight(s[r]), s[r + 2] = rise.weight(s[r + 2]);
+      sum[r] = sum[r] * rise.shrink + s[r] + s[r + 2];
+      if (rise.largest != top[r]) {
 #pragma unroll
-        for (int m = 0; m < Dv / 16; ++m) out[m][r] *= shrink, out[m][r + 2] *= shrink;
+        for (int m = 0; m < Dv / 16; ++m) out[m][r] *= rise.shrink, out[m][r + 2] *= rise.shrink;
       }
-      top[r] = largest;
+      top[r] = rise.largest;
     }
     wait_for_values();
     const std::uint32_t b0 = transposed(pack_pair<T>(s[0], s[1])), b1 = transposed(pack_pair<T>(s[2], s[3]));
@@ -255,7 +253,7 @@ struct chosen_attention {
       const float2 part =
           lane < active ? reinterpret_cast<const float2*>(outs_of(lane) + attention::max_rows * attention::pitch)[warp]
                         : make_float2(-infinity, 0);
-      const float top = warp_max(part.x), factor = top > -infinity ? power_of_two(part.x - top) : 0.0f;
+      const float top = warp_max(part.x), factor = power_of_two(part.x - softmax_reference(top));
       const float sum = warp_sum(part.y * factor);
       if (lane < cluster_warps) factors[warp][lane] = factor;
       if (lane == 0) {
@@ -296,7 +294,7 @@ struct chosen_attention {
       }
 #pragma unroll
       for (int block = 0; block < max_parts; ++block) {
-        const float factor = part[block].y != 0 ? power_of_two(part[block].x - top) : 0.0f;
+        const float factor = power_of_two(part[block].x - softmax_reference(top));
         x += held[block] * factor;
         sum += part[block].y * factor;
       }

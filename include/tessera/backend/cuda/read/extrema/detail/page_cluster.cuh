@@ -2,7 +2,7 @@
 // single launch.
 #pragma once
 
-#include "../../../device/launch.cuh"
+#include "../../../device/kernel.cuh"
 #include "../../../device/mma.cuh"
 #include "cluster_query.cuh"
 #include "page_select.cuh"

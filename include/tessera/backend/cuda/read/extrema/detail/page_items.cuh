@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../../../../core/units.hpp"
-#include "../../../device/divide.cuh"
+#include "../../../device/whole_numbers.cuh"
 #include "page_scores.cuh"
 
 TESSERA_NAMESPACE_BEGIN

@@ -4,8 +4,8 @@
 #include "../../../../../scorer/block_mean.hpp"
 #include "../../../attend/packed/packed_attention.cuh"
 #include "../../../device/copy.cuh"
-#include "../../../device/divide.cuh"
-#include "../../../device/tuning.cuh"
+#include "../../../device/kernel.cuh"
+#include "../../../device/whole_numbers.cuh"
 #include "../../../store/packed/packed_view.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -269,10 +269,8 @@ class score_blocks {
   /// `capacity`: an upper bound of the blocks of a (sequence, kv_head).
   score_blocks(index_t capacity, index_t max_segments)
       : capacity_(capacity), max_segments_(max_segments), device_(device_info::current()) {
-    entry_ = detail::score_blocks_entry<View, Tile>;
-    allow_shared(entry_, shared_bytes(), device_,
-                 "scoring the blocks of " + std::to_string(max_segments) + " segments");
-    overlapping_ = can_overlap(entry_);
+    entry_.require_shared(shared_bytes(), device_,
+                          "scoring the blocks of " + std::to_string(max_segments) + " segments");
   }
 
   void run(const View& view, const rotated_rows& rotated, const block_mean& scorer, float* scores, offset_t row_stride,
@@ -282,13 +280,12 @@ class score_blocks {
     require(row_stride >= capacity_, "row_stride of the scores", row_stride, "at least " + std::to_string(capacity_),
             "give every row room for the most blocks");
     const index_t together = blocks_together(lanes);
-    launch(entry_,
-           {.blocks = dim3(unsigned((std::max)(1, ceil_div(capacity_, together))), unsigned(lanes)),
-            .threads = dim3(detail::scoring_threads),
-            .shared_bytes = shared_bytes(),
-            .overlapping = overlapping_},
-           stream, "launch of score_blocks", view, rotated, scorer.reduce == row_reduction::max, together, scores,
-           row_stride, units);
+    entry_.launch({.blocks = dim3(unsigned((std::max)(1, ceil_div(capacity_, together))), unsigned(lanes)),
+                   .threads = dim3(detail::scoring_threads),
+                   .shared_bytes = shared_bytes(),
+                   .overlapping = entry_.overlaps()},
+                  stream, "launch of score_blocks", view, rotated, scorer.reduce == row_reduction::max, together,
+                  scores, row_stride, units);
   }
 
  private:
@@ -302,9 +299,8 @@ class score_blocks {
   }
   index_t capacity_, max_segments_;
   device_info device_;
-  bool overlapping_ = false;
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*entry_)(View, rotated_rows, bool, index_t, float*, offset_t, index_t*) = nullptr;
+  device_kernel<View, rotated_rows, bool, index_t, float*, offset_t, index_t*> entry_{
+      detail::score_blocks_entry<View, Tile>};
 };
 
 }  // namespace cuda

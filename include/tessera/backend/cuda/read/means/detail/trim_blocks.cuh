@@ -4,9 +4,9 @@
 #include <algorithm>
 
 #include "../../../../../math/ordered.hpp"
-#include "../../../device/launch.cuh"
-#include "../../../device/search.cuh"
+#include "../../../device/kernel.cuh"
 #include "../../../device/tuning.cuh"
+#include "../../../device/whole_numbers.cuh"
 #include "../../../store/packed/packed_view.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -182,15 +182,10 @@ class trim_blocks {
       : lanes_(lanes), longest_(longest), max_segments_(max_segments) {
     const std::size_t tables = std::size_t(ceil_div(max_segments + 1, 4)) * sizeof(uint4) +
                                std::size_t((max_segments + 1) / 2) * sizeof(uint4);
-    entry_ = detail::trim_blocks_entry<View>;
-    cudaFuncAttributes compiled{};
-    check(cudaFuncGetAttributes(&compiled, entry_), "cudaFuncGetAttributes");
-    const int room = device.shared_memory - int(compiled.sharedSizeBytes);
-    in_shared_ = tables + list_bytes(1) <= std::size_t(room);
+    in_shared_ = tables + list_bytes(1) <= entry_.shared_limit(device);
     shared_bytes_ = tables + (in_shared_ ? list_bytes(1) : 0);
-    allow_shared(entry_, shared_bytes_, device,
-                 "the choice of blocks over " + std::to_string(max_segments) + " segments");
-    overlapping_ = can_overlap(entry_);
+    entry_.require_shared(shared_bytes_, device,
+                          "the choice of blocks over " + std::to_string(max_segments) + " segments");
   }
 
   std::size_t workspace_bytes() const { return in_shared_ ? 0 : list_bytes(std::size_t(lanes_)); }
@@ -201,21 +196,20 @@ class trim_blocks {
     require(lanes <= lanes_ && problem.list_stride <= longest_ && problem.view.max_segments == max_segments_,
             "lists of blocks", std::to_string(lanes) + " x " + std::to_string(problem.list_stride),
             "at most " + std::to_string(lanes_) + " x " + std::to_string(longest_), "make the operation for them");
-    launch(entry_,
-           {.blocks = dim3(unsigned(lanes)),
-            .threads = dim3(detail::trimming_threads),
-            .shared_bytes = shared_bytes_,
-            .overlapping = overlapping_},
-           stream, "launch of trim_blocks", problem, in_shared_ ? nullptr : static_cast<std::uint32_t*>(workspace));
+    entry_.launch({.blocks = dim3(unsigned(lanes)),
+                   .threads = dim3(detail::trimming_threads),
+                   .shared_bytes = shared_bytes_,
+                   .overlapping = entry_.overlaps()},
+                  stream, "launch of trim_blocks", problem,
+                  in_shared_ ? nullptr : static_cast<std::uint32_t*>(workspace));
   }
 
  private:
   std::size_t list_bytes(std::size_t lanes) const { return 3 * lanes * std::size_t(longest_) * sizeof(std::uint32_t); }
   index_t lanes_, longest_, max_segments_;
   std::size_t shared_bytes_ = 0;
-  bool in_shared_ = true, overlapping_ = false;
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*entry_)(trim_problem<View>, std::uint32_t*) = nullptr;
+  bool in_shared_ = true;
+  device_kernel<trim_problem<View>, std::uint32_t*> entry_{detail::trim_blocks_entry<View>};
 };
 
 }  // namespace cuda

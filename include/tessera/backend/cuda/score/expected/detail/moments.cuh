@@ -6,6 +6,7 @@
 #include "../../../../../core/prompt/query_statistics.hpp"
 #include "../../../device/check.cuh"
 #include "../../../device/memory.cuh"
+#include "../../../device/softmax.cuh"
 #include "wide_product.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -141,27 +142,6 @@ void make_moments(const query_statistics* statistics, const float* frequencies, 
 // What the kernels of Expected Attention share: what they read and write, and sums of exponentials.
 
 namespace detail {
-
-/// The sum of exponentials of some logits, relative to the largest of them. NaN is left out.
-struct exp_sum {
-  float largest, sum;  // without logits: -infinity and 0
-
-  __device__ void add(float logit) {
-    if (!(logit > -infinity)) return;
-    if (logit > largest) {
-      sum = sum * expf(largest - logit) + 1;
-      largest = logit;
-    } else {
-      sum += expf(logit - largest);
-    }
-  }
-  __device__ void add(const exp_sum& other) {
-    if (other.largest == -infinity) return;
-    const float larger = fmaxf(largest, other.largest);
-    sum = (largest == -infinity ? 0 : sum * expf(largest - larger)) + other.sum * expf(other.largest - larger);
-    largest = larger;
-  }
-};
 
 template <class View>
 struct expected_problem {

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "../../../../../core/sequence_layer.hpp"
-#include "../../../device/launch.cuh"
+#include "../../../device/kernel.cuh"
 #include "../../../device/mma.cuh"
 #include "../../../device/tuning.cuh"
 #include "../packed_view.cuh"

@@ -7,7 +7,7 @@
 
 #include "../../../../../math/ordered.hpp"
 #include "../../../device/alignment.cuh"
-#include "../../../device/launch.cuh"
+#include "../../../device/kernel.cuh"
 #include "../../../device/mma.cuh"
 #include "../../../device/tuning.cuh"
 #include "../../../device/warp.cuh"
@@ -119,7 +119,7 @@ class second_moments {
   static constexpr std::size_t lane_floats = std::size_t(D) * D + std::size_t(Dv) * Dv;
   static index_t pieces(index_t count) { return (std::max)(1, ceil_div(count, piece_rows)); }
   static std::size_t workspace_bytes(index_t lanes, index_t count) {
-    return array_bytes<float>(std::size_t(pieces(count)) * std::size_t(lanes) * lane_floats);
+    return std::size_t(pieces(count)) * std::size_t(lanes) * lane_floats * sizeof(float);
   }
 
   const float* run(const View& view, index_t first, index_t count, void* workspace, cudaStream_t stream) const {
@@ -328,7 +328,7 @@ class basis_finder {
   }
 
   std::size_t workspace_bytes(index_t count) const {
-    return in_shared_ ? 0 : array_bytes<float>(std::size_t(count) * 2 * std::size_t(dim_) * std::size_t(dim_));
+    return in_shared_ ? 0 : std::size_t(count) * 2 * std::size_t(dim_) * std::size_t(dim_) * sizeof(float);
   }
 
   /// Each matrix begins `step` floats behind the previous one. Bases are written side by side, or to `targets`.

@@ -7,7 +7,7 @@
 #include "../../../../../core/host/host_vector.hpp"
 #include "../../../../../core/sequence_layer.hpp"
 #include "../../../../../layout/packed_rows.hpp"
-#include "../../../device/launch.cuh"
+#include "../../../device/kernel.cuh"
 #include "segment_store.cuh"
 
 TESSERA_NAMESPACE_BEGIN

@@ -9,7 +9,7 @@
 #include "../../../../../core/host/host_vector.hpp"
 #include "../../../../../core/sequence_layer.hpp"
 #include "../../../../../runtime/kept_lengths.hpp"
-#include "../../../device/launch.cuh"
+#include "../../../device/kernel.cuh"
 #include "../packed_view.cuh"
 #include "encode_rows.cuh"
 #include "head_sets.cuh"
@@ -150,8 +150,8 @@ struct bases_and_sets {
 /// The rows that become segments when `commit_packing` is called.
 template <class View>
 struct packing_plan {
-  sequence_layers owners, ended;                           // owners with rows that are due; owners whose prompts end
-  host_vector<kept_bound> left;                            // of the whole rows, by owner
+  sequence_layers owners, ended;                    // owners with rows that are due; owners whose prompts end
+  host_vector<kept_bound> left;                     // of the whole rows, by owner
   host_vector<index_t> due, shares;                 // rows; and how many a new segment gets, 0: they join the last one
   host_vector<host_vector<rows_before>> originals;  // by owner: copies of rows that join a segment
   bool prompt_ends = false;

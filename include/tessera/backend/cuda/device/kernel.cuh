@@ -1,10 +1,14 @@
-// Launches that overlap with their neighbours on the stream (programmatic dependent launch, sm_90).
+// Kernels: configured, sized and launched, also so that they overlap with their neighbours on the stream (programmatic
+// dependent launch, sm_90).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <string>
 #include <utility>
 
-#include "check.cuh"
+#include "../../../core/types.hpp"
+#include "tuning.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -119,15 +123,78 @@ void in_lists(const Problem* problems, std::size_t count, const Run& run) {
   }
 }
 
-/// How many clusters of such a launch the device runs at a time. They are fewer than all multiprocessors could hold: a
-/// cluster lies within one group of multiprocessors, and groups differ, also between devices of one name.
+/// A kernel whose shared memory and occupancy matter. What was configured is what is launched: nvcc gives every source
+/// file a kernel of its own, and a member function may come from another file than its constructor.
 template <class... Params>
-int resident_clusters(void (*entry)(Params...), const launch_shape& shape) {
-  const detail::launch_config made(shape);
-  int clusters = 0;
-  check(cudaOccupancyMaxActiveClusters(&clusters, entry, &made.config), "cudaOccupancyMaxActiveClusters");
-  return clusters;
-}
+class device_kernel {
+ public:
+  device_kernel() = default;
+  device_kernel(void (*entry)(Params...)) : entry_(entry) {
+    check(cudaFuncGetAttributes(&compiled_, entry), "cudaFuncGetAttributes");
+  }
+
+  explicit operator bool() const { return entry_ != nullptr; }
+  /// See `can_overlap`; clusters need it too.
+  bool overlaps() const { return compiled_.ptxVersion >= 90; }
+  /// 10 * major + minor of the architecture that it was compiled for, which decides what the kernel is: older code runs
+  /// on newer devices.
+  int architecture() const { return compiled_.ptxVersion; }
+  /// The bound that it was compiled with. Kernels that differ by architecture are told apart by it.
+  int max_threads() const { return compiled_.maxThreadsPerBlock; }
+  /// Bytes that a launch may request, beside what the kernel declares.
+  std::size_t shared_limit(const device_info& device) const {
+    return std::size_t((std::max)(0, device.shared_memory - int(compiled_.sharedSizeBytes)));
+  }
+
+  /// Lets launches request all of them, and returns whether they are at least `wanted`. The limit belongs to the
+  /// kernel, and another object may need more than this one.
+  bool allow_shared(std::size_t wanted, const device_info& device) const {
+    const std::size_t limit = shared_limit(device);
+    if (wanted > limit) return false;
+    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, int(limit)),
+          "cudaFuncSetAttribute");
+    return true;
+  }
+  /// Errors   the device has fewer than `wanted` bytes: tessera::error, which names the kernel.
+  void require_shared(std::size_t wanted, const device_info& device, const std::string& name,
+                      const char* cure =
+                          "lower cache_options::tokens, or what else the operation is made for, or use "
+                          "a device with more of it") const {
+    if (allow_shared(wanted, device)) return;
+    fail("shared memory of a block of " + name, std::to_string(wanted) + " bytes",
+         "at most " + std::to_string(shared_limit(device)) + " bytes on this device", cure);
+  }
+  /// Launches before and after use all shared memory too, so a multiprocessor need not change its split.
+  void prefer_shared() const {
+    check(cudaFuncSetAttribute(entry_, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+          "cudaFuncSetAttribute");
+  }
+
+  /// How many blocks the device runs at a time, at least one on each multiprocessor.
+  int resident_blocks(int threads, std::size_t shared_bytes, const device_info& device) const {
+    int blocks = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, entry_, threads, shared_bytes),
+          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    return (std::max)(1, blocks) * device.multiprocessors;
+  }
+  /// How many clusters of such a launch the device runs at a time. They are fewer than all multiprocessors could hold:
+  /// a cluster lies within one group of multiprocessors, and groups differ, also between devices of one name.
+  int resident_clusters(const launch_shape& shape) const {
+    const detail::launch_config made(shape);
+    int clusters = 0;
+    check(cudaOccupancyMaxActiveClusters(&clusters, entry_, &made.config), "cudaOccupancyMaxActiveClusters");
+    return clusters;
+  }
+
+  template <class... Args>
+  void launch(const launch_shape& shape, cudaStream_t stream, const char* call, Args&&... args) const {
+    cuda::launch(entry_, shape, stream, call, std::forward<Args>(args)...);
+  }
+
+ private:
+  void (*entry_)(Params...) = nullptr;
+  cudaFuncAttributes compiled_{};
+};
 
 }  // namespace cuda
 TESSERA_NAMESPACE_END

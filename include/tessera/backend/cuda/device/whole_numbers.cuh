@@ -1,12 +1,61 @@
-// Rows of uneven length laid end to end, and cut into even pieces: one for each block.
+// Whole numbers on the device: quotients without the twenty instructions of a division, searches, rows of uneven length
+// laid end to end and cut into even pieces.
 #pragma once
 
-#include "divide.cuh"
-#include "search.cuh"
 #include "warp.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
+
+/// floor(a / b) for 0 <= a < 2^20 and b > 0: with half added, the quotient is at least 1 / (2b) away from a whole
+/// number, and the product is off by less.
+__device__ __forceinline__ index_t small_quotient(index_t a, index_t b) {
+  return index_t((float(a) + 0.5f) * __fdividef(1.0f, float(b)));
+}
+
+/// floor(x / by) for 0 <= x < 2^31 and by >= 1, by a product that the host prepares.
+struct quick_divisor {
+  std::uint32_t factor = 1;  // ceil(2^(31 + log) / by), log = ceil(log2(by))
+  int shift = 0;
+  quick_divisor() = default;
+  explicit quick_divisor(index_t by) {
+    int log = 0;
+    while ((std::int64_t(1) << log) < by) ++log;
+    shift = 31 + log;
+    factor = std::uint32_t(((std::uint64_t(1) << shift) + std::uint64_t(by) - 1) / std::uint64_t(by));
+  }
+  __device__ index_t quotient(index_t x) const { return index_t((std::uint64_t(x) * factor) >> shift); }
+};
+
+/// The first i in [0, count) for which `holds(i)`, or `count`. Once it holds, it holds for all later indices. By one
+/// thread.
+template <class Holds>
+__device__ __forceinline__ index_t first_where(index_t count, const Holds& holds) {
+  index_t low = 0;
+  while (low < count) {
+    const index_t middle = low + (count - low) / 2;
+    if (holds(middle))
+      count = middle;
+    else
+      low = middle + 1;
+  }
+  return low;
+}
+
+/// The same by one warp, 32 probes a round: one trip to memory for 32 items, two for 1,024, three for 32,768.
+template <class Holds>
+__device__ __forceinline__ index_t first_where_in_warp(index_t count, int lane, const Holds& holds) {
+  index_t low = 0, size = count;  // the answer lies in [low, low + size]
+  while (size > 0) {
+    const index_t step = (size + 31) / 32, probe = low + (min)((lane + 1) * step, size) - 1;
+    const unsigned before = __ballot_sync(~0u, !holds(probe));
+    if (before == ~0u) return low + size;
+    const index_t skip = index_t(__popc(before)) * step;  // probes ascend, so `before` is a run of low bits
+    low += skip;
+    size = (min)(step - 1, size - skip);
+  }
+  return low;
+}
 
 /// Writes the inclusive prefix sums of `units_of(row)` to `ends [rows]` in shared memory. All threads of a block call
 /// it; it ends with a barrier. Every block does it for itself: lengths change from launch to launch of a graph, and the
