@@ -155,19 +155,15 @@ const int registered = [] {
   for (const index_t tokens : {32768, 65536, 131072}) {
     const std::string size = std::to_string(tokens / 1024) + "K";
     const auto even = [](double density) { return std::vector<double>(q_heads, density); };
-    add(
-        "lines/choice/" + size, [=] { return along_lines(tokens, even(0.1), measured::choice); }, 1);
+    add("lines/choice/" + size, [=] { return along_lines(tokens, even(0.1), measured::choice); }, 1);
     covering_lines published;
     published.algorithm = line_search::paper;
     add(
         "lines/choice/published/" + size, [=] { return along_lines(tokens, even(0.1), measured::choice, published); },
         1);
-    add(
-        "lines/10/" + size, [=] { return along_lines(tokens, even(0.1), measured::both); }, 1);
-    add(
-        "lines/5/" + size, [=] { return along_lines(tokens, even(0.05), measured::both); }, 1);
-    add(
-        "lines/100/" + size, [=] { return along_lines(tokens, even(1), measured::attention); }, 1);
+    add("lines/10/" + size, [=] { return along_lines(tokens, even(0.1), measured::both); }, 1);
+    add("lines/5/" + size, [=] { return along_lines(tokens, even(0.05), measured::both); }, 1);
+    add("lines/100/" + size, [=] { return along_lines(tokens, even(1), measured::attention); }, 1);
     // 1 to 60 %, and the same work evened.
     std::vector<double> densities;
     double mean = 0;
@@ -175,10 +171,8 @@ const int registered = [] {
       densities.push_back(0.01 * std::pow(60.0, double(h) / (q_heads - 1)));
       mean += densities.back() / q_heads;
     }
-    add(
-        "lines/uneven/" + size, [=] { return along_lines(tokens, densities, measured::attention); }, 1);
-    add(
-        "lines/evened/" + size, [=] { return along_lines(tokens, even(mean), measured::attention); }, 1);
+    add("lines/uneven/" + size, [=] { return along_lines(tokens, densities, measured::attention); }, 1);
+    add("lines/evened/" + size, [=] { return along_lines(tokens, even(mean), measured::attention); }, 1);
   }
   return 0;
 }();

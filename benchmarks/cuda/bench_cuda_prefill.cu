@@ -42,16 +42,11 @@ prepared prefill(index_t tokens) {
 }
 
 const int registered = [] {
-  add(
-      "prefill/4K", [] { return prefill(4096); }, 1);
-  add(
-      "prefill/16K", [] { return prefill(16384); }, 1);
-  add(
-      "prefill/32K", [] { return prefill(32768); }, 1);
-  add(
-      "prefill/64K", [] { return prefill(65536); }, 1);
-  add(
-      "prefill/128K", [] { return prefill(131072); }, 1);
+  add("prefill/4K", [] { return prefill(4096); }, 1);
+  add("prefill/16K", [] { return prefill(16384); }, 1);
+  add("prefill/32K", [] { return prefill(32768); }, 1);
+  add("prefill/64K", [] { return prefill(65536); }, 1);
+  add("prefill/128K", [] { return prefill(131072); }, 1);
   return 0;
 }();
 

@@ -60,7 +60,8 @@ void compress_file(const compress_file_options& given) {
     note("not used by " + method.name + ": tensor " + joined(names));
   }
   if (chosen.scores && result.ranked == 0) {
-    note("--scores wrote none: nothing was ranked, because the budget covers every token or the schedule has not fired");
+    note(
+        "--scores wrote none: nothing was ranked, because the budget covers every token or the schedule has not fired");
   }
   for (const parameter_info& parameter : method.configured(chosen.settings)) {
     if (parameter.name == "layers" && parameter.value == "-1") {

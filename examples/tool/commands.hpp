@@ -78,7 +78,7 @@ class question_source {
   std::vector<conversation> conversations(const engine::llama_config& config, const engine::tokenizer& tokenizer) &&;
 
  private:
-  std::vector<conversation> questions_;       // the user's
+  std::vector<conversation> questions_;        // the user's
   std::optional<document_request> documents_;  // otherwise
 };
 

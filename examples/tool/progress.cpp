@@ -97,10 +97,10 @@ std::string duration_text(double seconds) {
 
 void end_on_signals() {
   for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
-    struct sigaction now {};
+    struct sigaction now{};
     ::sigaction(signal, nullptr, &now);
     if (now.sa_handler == SIG_IGN) continue;  // as nohup asks
-    struct sigaction wanted {};
+    struct sigaction wanted{};
     wanted.sa_handler = on_signal;
     wanted.sa_flags = SA_RESTART;
     ::sigaction(signal, &wanted, nullptr);

@@ -11,16 +11,13 @@ TESSERA_NAMESPACE_BEGIN
 
 /// Whether a step's scorer reads the means of packed blocks.
 template <class Retrieve>
-inline constexpr bool reads_block_means = requires {
-  requires Retrieve::scorer_type::reads_means;
-};
+inline constexpr bool reads_block_means = requires { requires Retrieve::scorer_type::reads_means; };
 
 /// Whether the CUDA backend runs these stages over such rows: packed ones are not scored, nor dropped, there yet (#11).
 template <class Retain, class Layout, class Retrieve, class Prefill>
 inline constexpr bool rows_fit_on_devices = !requires {
   requires Layout::rows_type::packs;
-}
-|| (!Retain::chooses && !line_pattern<Prefill> && (!Retrieve::retrieves || reads_block_means<Retrieve>));
+} || (!Retain::chooses && !line_pattern<Prefill> && (!Retrieve::retrieves || reads_block_means<Retrieve>));
 
 /// Whether these policies fit together. A sentence says what does not.
 template <class Retain, class Layout, class Retrieve, class Attention, class Schedule, class Prefill>

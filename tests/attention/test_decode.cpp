@@ -125,7 +125,8 @@ TEST_CASE("log-sum-exps of two halves merge into attention over the whole") {
   auto merged = part(0, 90);
   const auto rest = part(90, 200);
   for (int h = 0; h < 2; ++h) {
-    merge_attention(merged.out.data() + 64 * h, merged.lse[std::size_t(h)], rest.out.data() + 64 * h, rest.lse[std::size_t(h)], 64);
+    merge_attention(merged.out.data() + 64 * h, merged.lse[std::size_t(h)], rest.out.data() + 64 * h,
+                    rest.lse[std::size_t(h)], 64);
   }
   CHECK(support::worst_error(merged, kv, step, {}) < 1e-5);
 }

@@ -22,10 +22,11 @@ support::attention_result prefill(kv_tensor<T, D, Dv> kv, const support::step_qu
     for (std::size_t h = 0; h < full.size(); ++h) kv.lengths[h] = full[h] - (step.q_len - done - chunk);
     const index_t first = step.first[0] + done;
     const auto queries = nhd_rows(step.q.data() + done * step.q_heads * D, chunk, step.q_heads, D);
-    cpu::prefill_attention(kv.view(), cpu::query_rows<float>{queries, &first}, rule,
-                           cpu::attention_output{nhd_rows(result.out.data() + done * step.q_heads * Dv, chunk, step.q_heads, Dv),
-                                                 nhd_rows(result.lse.data() + done * step.q_heads, chunk, step.q_heads, 1)},
-                           workers);
+    cpu::prefill_attention(
+        kv.view(), cpu::query_rows<float>{queries, &first}, rule,
+        cpu::attention_output{nhd_rows(result.out.data() + done * step.q_heads * Dv, chunk, step.q_heads, Dv),
+                              nhd_rows(result.lse.data() + done * step.q_heads, chunk, step.q_heads, 1)},
+        workers);
     done += chunk;
   }
   return result;
@@ -33,7 +34,8 @@ support::attention_result prefill(kv_tensor<T, D, Dv> kv, const support::step_qu
 
 std::vector<index_t> random_chunks(support::rng& random, index_t tokens) {
   std::vector<index_t> chunks;
-  for (index_t left = tokens; left > 0; left -= chunks.back()) chunks.push_back(random.between(1, std::min<index_t>(left, 90)));
+  for (index_t left = tokens; left > 0; left -= chunks.back())
+    chunks.push_back(random.between(1, std::min<index_t>(left, 90)));
   return chunks;
 }
 
@@ -88,7 +90,8 @@ TEST_CASE("prompt attention goes by positions after an eviction, a length for ea
     const support::step_queries step(random, kv, fresh, 2, 64);
     REQUIRE(step.first[0] == first);
     const logit_rule rule{.sliding_window = random.pick({0, 5, 100})};
-    REQUIRE(support::worst_error(prefill(kv, step, rule, workers, random_chunks(random, fresh)), kv, step, rule) < 1e-5);
+    REQUIRE(support::worst_error(prefill(kv, step, rule, workers, random_chunks(random, fresh)), kv, step, rule) <
+            1e-5);
   }
 }
 

@@ -37,15 +37,12 @@ TEST_CASE("the plan has the published code's roundings, row by row") {
     double ratio;
     index_t page, channels;
   };
-  const row rows[] = {{16384, 256, 128, 1595, 1467, 128, 6.2305, 3, 61},
-                      {32768, 2048, 128, 9674, 9546, 1024, 4.7236, 3, 81},
-                      {65536, 512, 128, 3236, 3108, 256, 6.3203, 3, 60},
-                      {98304, 1024, 128, 6500, 6372, 512, 6.3477, 3, 60},
-                      {131072, 256, 128, 1296, 1168, 128, 5.0625, 3, 75},
-                      {65536, 16384, 200, 42055, 41855, 8192, 2.5668, 2, 99},
-                      {8192, 4096, 64, 6841, 6777, 2048, 1.6702, 1, 76},
-                      {4096, 4096, 64, 4096, 4032, 2048, 1.0, 1, 128},
-                      {1000, 256, 512, 1000, 488, 128, 3.906, 2, 65}};
+  const row rows[] = {
+      {16384, 256, 128, 1595, 1467, 128, 6.2305, 3, 61},  {32768, 2048, 128, 9674, 9546, 1024, 4.7236, 3, 81},
+      {65536, 512, 128, 3236, 3108, 256, 6.3203, 3, 60},  {98304, 1024, 128, 6500, 6372, 512, 6.3477, 3, 60},
+      {131072, 256, 128, 1296, 1168, 128, 5.0625, 3, 75}, {65536, 16384, 200, 42055, 41855, 8192, 2.5668, 2, 99},
+      {8192, 4096, 64, 6841, 6777, 2048, 1.6702, 1, 76},  {4096, 4096, 64, 4096, 4032, 2048, 1.0, 1, 128},
+      {1000, 256, 512, 1000, 488, 128, 3.906, 2, 65}};
   for (const row& r : rows) {
     CAPTURE(r.length, r.budget);
     const stage_plan plan = budget_of(r.budget, r.max_new).plan(r.length - r.max_new);
@@ -78,8 +75,9 @@ TEST_CASE("what is retained never falls below the answer's room, and nothing ove
   support::rng random(221);
   for (index_t i = 0; i < support::scaled(20'000); ++i) {
     const index_t prompt = random.pick({0, 1, 16, random.between(0, 300), random.between(0, 200'000)});
-    const rocket budget = budget_of(random.between(16, random.pick({64, 70'000})), random.between(0, random.pick({3, 300})),
-                                    random.chance(0.5) ? split_factor{} : split_factor(random.uniform()));
+    const rocket budget =
+        budget_of(random.between(16, random.pick({64, 70'000})), random.between(0, random.pick({3, 300})),
+                  random.chance(0.5) ? split_factor{} : split_factor(random.uniform()));
     const stage_plan plan = budget.plan(prompt);
     CAPTURE(prompt, budget.tokens, budget.max_new, budget.split.fixed, budget.split.adaptive);
     REQUIRE(plan.capacity == plan.retained + budget.max_new);
@@ -92,7 +90,8 @@ TEST_CASE("what is retained never falls below the answer's room, and nothing ove
     REQUIRE((scorer.page >= 1 && scorer.page <= plan.ratio));
     REQUIRE((scorer.channels >= 1 && scorer.channels <= 128));
   }
-  CHECK_THROWS_WITH(budget_of(64, 200).plan(std::numeric_limits<index_t>::max()), contains("max_new is 200; expected at most"));
+  CHECK_THROWS_WITH(budget_of(64, 200).plan(std::numeric_limits<index_t>::max()),
+                    contains("max_new is 200; expected at most"));
 }
 
 TEST_CASE("the inner budget allots what is planned") {

@@ -25,9 +25,15 @@ struct tensors {
     for (const float x : support::normals(random, std::size_t(tokens * kv_heads * D))) k.push_back(E(x));
     for (const float x : support::normals(random, std::size_t(tokens * kv_heads * Dv))) v.push_back(E(x));
   }
-  auto queries(index_t first, index_t count) const { return nhd_rows<const E>(q.data() + first * q_heads * D, count, q_heads, D); }
-  auto keys(index_t first, index_t count) const { return nhd_rows<const E>(k.data() + first * kv_heads * D, count, kv_heads, D); }
-  auto values(index_t first, index_t count) const { return nhd_rows<const E>(v.data() + first * kv_heads * Dv, count, kv_heads, Dv); }
+  auto queries(index_t first, index_t count) const {
+    return nhd_rows<const E>(q.data() + first * q_heads * D, count, q_heads, D);
+  }
+  auto keys(index_t first, index_t count) const {
+    return nhd_rows<const E>(k.data() + first * kv_heads * D, count, kv_heads, D);
+  }
+  auto values(index_t first, index_t count) const {
+    return nhd_rows<const E>(v.data() + first * kv_heads * Dv, count, kv_heads, Dv);
+  }
 };
 
 using small = snapkv<fp32, 64>;
@@ -47,7 +53,8 @@ void prompt(cache<small>& held, index_t id, const inputs& data, index_t first, i
 
 std::vector<float> step(cache<small>& held, index_t id, const inputs& data, index_t at) {
   std::vector<float> out(std::size_t(q_heads * 64));
-  held.decode(0, held.prepare_step({id}, 1), data.queries(at, 1), data.keys(at, 1), data.values(at, 1), nhd_rows(out.data(), 1, q_heads, 64));
+  held.decode(0, held.prepare_step({id}, 1), data.queries(at, 1), data.keys(at, 1), data.values(at, 1),
+              nhd_rows(out.data(), 1, q_heads, 64));
   return out;
 }
 
@@ -146,9 +153,10 @@ TEST_CASE("16-bit tensors with K and V dims that differ go in as they are and ar
   held.prefill(0, id, data.queries(0, 60), data.keys(0, 60), data.values(0, 60));
   held.end_prefill(id);
   std::vector<float> out(std::size_t(q_heads * 128)), lse(q_heads);
-  held.decode(0, held.prepare_step({id}, 1), data.queries(60, 1), data.keys(60, 1), data.values(60, 1), nhd_rows(out.data(), 1, q_heads, 128),
-              nhd_rows(lse.data(), 1, q_heads, 1));
-  const std::vector<float> q(data.q.begin(), data.q.end()), k(data.k.begin(), data.k.end()), v(data.v.begin(), data.v.end());
+  held.decode(0, held.prepare_step({id}, 1), data.queries(60, 1), data.keys(60, 1), data.values(60, 1),
+              nhd_rows(out.data(), 1, q_heads, 128), nhd_rows(lse.data(), 1, q_heads, 1));
+  const std::vector<float> q(data.q.begin(), data.q.end()), k(data.k.begin(), data.k.end()),
+      v(data.v.begin(), data.v.end());
   for (index_t h = 0; h < q_heads; ++h) {
     std::vector<const float*> keys, values;
     std::vector<index_t> positions;
@@ -157,7 +165,8 @@ TEST_CASE("16-bit tensors with K and V dims that differ go in as they are and ar
       values.push_back(v.data() + (t * kv_heads + h / 2) * 128);
       positions.push_back(t);
     }
-    const auto expected = support::oracle::attend(q.data() + (60 * q_heads + h) * 192, 60, keys, values, positions, 192, 128);
+    const auto expected =
+        support::oracle::attend(q.data() + (60 * q_heads + h) * 192, 60, keys, values, positions, 192, 128);
     CHECK(support::row_error(out.data() + h * 128, expected.out) < 1e-5);
     CHECK(support::number_error(lse[std::size_t(h)], expected.lse) < 1e-5);
   }

@@ -129,8 +129,7 @@ class page_mean_reader {
 };
 
 template <class Recipe>
-requires std::same_as<typename Recipe::retrieve_type::scorer_type, page_mean>
-struct cpu::reader_of<Recipe> {
+requires std::same_as<typename Recipe::retrieve_type::scorer_type, page_mean> struct cpu::reader_of<Recipe> {
   using type = page_mean_reader<Recipe>;
 };
 // [index]

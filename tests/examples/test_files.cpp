@@ -51,7 +51,7 @@ TEST_CASE("a link keeps pointing, its target is replaced, and rights stay") {
     ::chmod((folder / "far/target").c_str(), 0640);
   }
   engine::write_file(folder / "first", "three");
-  struct stat status {};
+  struct stat status{};
   REQUIRE(::stat((folder / "far/target").c_str(), &status) == 0);
   CHECK((status.st_mode & 0777) == 0640);
 }

@@ -356,9 +356,7 @@ TEST_CASE("a checkpoint that does not fit its config is refused by the weight's 
   CHECK_THROWS_WITH(llama::load(folder.path(), workers), contains("without weights"));
   CHECK_NOTHROW(load_with([](tensors&) {}));
   CHECK_THROWS_WITH(load_with([&](tensors& all) { all.erase(name); }), contains(name) && contains("missing"));
-  CHECK_THROWS_WITH(load_with([&](tensors& all) {
-                      all[name].shape = {96, 80};
-                    }),
+  CHECK_THROWS_WITH(load_with([&](tensors& all) { all[name].shape = {96, 80}; }),
                     contains(name) && contains("[80, 96]"));
   CHECK_THROWS_WITH(load_with([&](tensors& all) { all[name].values[5] = std::nanf(""); }),
                     contains(name) && contains("element 5"));

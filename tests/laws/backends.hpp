@@ -26,7 +26,7 @@ struct chunk_rows {
   }
 
   /// One of q, k and v in one layer of a batch, sequence by sequence.
-  static std::vector<T> batch(const std::vector<chunk_rows>& sequences, std::vector<std::vector<T>> chunk_rows::*part,
+  static std::vector<T> batch(const std::vector<chunk_rows>& sequences, std::vector<std::vector<T>> chunk_rows::* part,
                               index_t layer) {
     std::vector<T> all;
     for (const chunk_rows& sequence : sequences) {

@@ -13,8 +13,8 @@ using everything = recipe<retain<observation_window, adaptive, top_tokens>, dens
                           retrieve<exact_score, top_tokens>, gathered_decode, once>;
 
 /// Makes every call of the cache, so that all of its kernels are compiled.
-void make_every_call(cuda::cache<everything, bf16>& kv, const rows_view<const bf16>& rows,
-                     const rows_view<bf16>& out, cudaStream_t stream) {
+void make_every_call(cuda::cache<everything, bf16>& kv, const rows_view<const bf16>& rows, const rows_view<bf16>& out,
+                     cudaStream_t stream) {
   const index_t id = kv.open(stream);
   kv.reserve(id, 1, stream);
   kv.prefill(0, id, rows, rows, rows, stream);

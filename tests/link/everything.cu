@@ -1,3 +1,2 @@
 // Every header of C++ as CUDA, twice in a row.
 #include "everything.hpp"
-#include "everything.hpp"

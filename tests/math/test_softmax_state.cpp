@@ -62,7 +62,8 @@ TEST_CASE("merge_attention of disjoint parts equals attention over all of them")
   support::rng random(32);
   for (index_t i = 0; i < support::scaled(1'000); ++i) {
     const index_t n = random.between(2, 30), cut = random.between(0, n);
-    const auto keys = support::normals(random, std::size_t(n * dim)), values = support::normals(random, std::size_t(n * dim));
+    const auto keys = support::normals(random, std::size_t(n * dim)),
+               values = support::normals(random, std::size_t(n * dim));
     const auto query = support::normals(random, dim, 3);
     const auto part = [&](index_t first, index_t last) {
       std::vector<const float*> k, v;

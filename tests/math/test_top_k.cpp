@@ -30,7 +30,8 @@ TEST_CASE("top_k chooses what a stable sort chooses on rows full of ties and spe
     const index_t n = random.pick({random.between(1, 40), random.between(1, 40), random.between(41, 400)});
     auto scores = support::tied_scores(random, n, random.pick({1, 2, 5, 50}));
     for (auto& score : scores) {
-      if (random.chance(0.05)) score = random.pick({not_a_number, -not_a_number, infinity, -infinity, -0.0f, 1e-42f, -1e-42f});
+      if (random.chance(0.05))
+        score = random.pick({not_a_number, -not_a_number, infinity, -infinity, -0.0f, 1e-42f, -1e-42f});
     }
     const index_t k = random.between(-2, n + 2);
     REQUIRE(best(scores, k) == support::oracle::top_k(scores, k));
@@ -55,7 +56,8 @@ TEST_CASE("top_k takes everything when k reaches n and nothing when k is not pos
 }
 
 TEST_CASE("ordered bits rise with the float that they come from, and a rank key gives its index back") {
-  const std::vector<float> ascending{-infinity, -std::numeric_limits<float>::max(), -1, -1e-42f, 0, 1e-42f, 1e-3f, 1, infinity};
+  const std::vector<float> ascending{-infinity, -std::numeric_limits<float>::max(), -1, -1e-42f, 0, 1e-42f, 1e-3f, 1,
+                                     infinity};
   for (std::size_t i = 1; i < ascending.size(); ++i) CHECK(ordered_bits(ascending[i - 1]) < ordered_bits(ascending[i]));
   CHECK(ordered_bits(-0.0f) == ordered_bits(0.0f));
   CHECK(ordered_bits(not_a_number) == ordered_bits(-infinity));

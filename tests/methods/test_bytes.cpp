@@ -245,8 +245,8 @@ struct planned_turn {
   index_t prompt, answer, chunk, step;
 };
 
-const std::vector<planned_turn> turns{{200, 60, 0, 1}, {200, 40, 7, 8}, {150, 5, 64, 3}, {37, 220, 37, 1},
-                                      {1, 9, 0, 2},    {64, 0, 16, 1}};
+const std::vector<planned_turn> turns{{200, 60, 0, 1},  {200, 40, 7, 8}, {150, 5, 64, 3},
+                                      {37, 220, 37, 1}, {1, 9, 0, 2},    {64, 0, 16, 1}};
 
 /// The largest number of bytes after any call; never above the bound.
 offset_t peak_of(any_cache& cache, const model_data& data, const planned_turn& turn, offset_t bound) {
@@ -294,8 +294,7 @@ TEST_CASE("the bound of a long prompt is not much more than what the sequence ta
   const planned_turn turn{700, 20, 0, 1};
   for (const std::string method : {"full", "snapkv", "h2o", "quest", "sparq", "tangram", "streaming_llm"}) {
     CAPTURE(method);
-    const auto cache =
-        make_cache({method, 100, {{"window", 8}}}, shape, std::make_shared<tessera::cpu::executor>(1));
+    const auto cache = make_cache({method, 100, {{"window", 8}}}, shape, std::make_shared<tessera::cpu::executor>(1));
     const offset_t bound = cache->bound(turn.prompt, turn.answer, turn.chunk).bytes;
     const offset_t peak = peak_of(*cache, data, turn, bound);
     CAPTURE(peak, bound);

@@ -139,9 +139,8 @@ TEST_CASE("tensors of other heads, tokens or batches are refused") {
   now.refuses("tokens of a decode step is 3; expected those of prepare_step, which are 2",
               [&](any_cache& cache) { cache.decode(0, {id}, q, three, three, nowhere.rows(2), {}); });
   const index_t other = now.cache->open();
-  now.refuses("sequences of the batch is 1; expected as many as ids, which are 2", [&](any_cache& cache) {
-    cache.decode(0, {id, other}, q, k, v, nowhere.rows(2), {});
-  });
+  now.refuses("sequences of the batch is 1; expected as many as ids, which are 2",
+              [&](any_cache& cache) { cache.decode(0, {id, other}, q, k, v, nowhere.rows(2), {}); });
   now.refuses("shape of out is", [&](any_cache& cache) { cache.decode(0, {id}, q, k, v, nowhere.rows(1), {}); });
   now.refuses("shape of out is", [&](any_cache& cache) { cache.decode(0, {id}, q, k, v, nowhere.rows(2, 3), {}); });
   now.refuses("shape of out is", [&](any_cache& cache) { cache.decode(0, {id}, q, k, v, {}, {}); });

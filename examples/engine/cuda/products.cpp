@@ -7,8 +7,7 @@ constexpr std::size_t workspace_bytes = std::size_t(32) << 20;  // what cuBLAS r
 
 }  // namespace
 
-products::products(cudaStream_t stream)
-    : stream_(stream), cublas_(cublas::loaded()), workspace_(workspace_bytes) {
+products::products(cudaStream_t stream) : stream_(stream), cublas_(cublas::loaded()), workspace_(workspace_bytes) {
   cublas_.check(cublas_.create(&handle_), "cublasCreate");
   cublas_.check(cublas_.set_stream(handle_, stream), "cublasSetStream");
   // After the stream: setting that one resets the workspace.

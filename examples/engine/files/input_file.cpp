@@ -72,7 +72,7 @@ input_file::input_file(const std::filesystem::path& path, std::string_view wante
     : name_("file " + printable(path.native())) {
   // Non-blocking, or opening a FIFO that nobody writes to would wait for ever.
   descriptor_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  struct stat status {};
+  struct stat status{};
   if (descriptor_ < 0) fail_to_open(name_, errno, wanted);
   const int problem = ::fstat(descriptor_, &status) != 0 ? errno : 0;
   if (problem != 0 || !S_ISREG(status.st_mode)) {
@@ -91,7 +91,7 @@ input_file::input_file(const std::filesystem::path& path, std::string_view wante
 input_file::~input_file() { ::close(descriptor_); }
 
 bool there(const std::filesystem::path& path) {
-  struct stat status {};
+  struct stat status{};
   return ::stat(path.c_str(), &status) == 0 || (errno != ENOENT && errno != ENOTDIR);
 }
 

@@ -79,7 +79,7 @@ class temporary_file {
 
 // Where a path leads once its links are followed; the last one need not exist.
 std::filesystem::path followed(std::filesystem::path path) {
-  struct stat status {};
+  struct stat status{};
   for (int links = 0; links < 40 && ::lstat(path.c_str(), &status) == 0 && S_ISLNK(status.st_mode); ++links) {
     std::error_code problem;
     const auto next = std::filesystem::read_symlink(path, problem);
@@ -93,7 +93,7 @@ struct target {
   std::string name;            // for messages
   std::filesystem::path path;  // links followed
   bool exists = false, stream = false;
-  struct stat status {};
+  struct stat status{};
 };
 
 // Errors: a folder, a missing folder, a file that may not be written.

@@ -200,9 +200,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
     return cache_.positions(layer, sequence_, head);
   }
   void trace_attended() override { cache_.trace_attended(true); }
-  std::vector<std::vector<index_t>> attended(int layer) const override {
-    return cache_.attended(layer, sequence_);
-  }
+  std::vector<std::vector<index_t>> attended(int layer) const override { return cache_.attended(layer, sequence_); }
   bool trace_lines() override {
     cache_.trace_lines(true);
     return true;

@@ -17,7 +17,8 @@ std::int64_t tokens_of(const std::string& text, const engine::tokenizer& tokeniz
 std::int64_t tokens_around(const task& task, const task_book& book, const engine::tokenizer& tokenizer) {
   std::int64_t tokens = 1;  // bos
   for (const asked& turn : task.turns) {
-    tokens += tokens_of("\n" + book.question_line(turn.question) + book.answer_cue() + " " + turn.answer + "\n", tokenizer);
+    tokens +=
+        tokens_of("\n" + book.question_line(turn.question) + book.answer_cue() + " " + turn.answer + "\n", tokenizer);
   }
   return tokens;
 }

@@ -96,9 +96,7 @@ class cache_of final : public method_cache {
     return cache_.positions(layer, sequence_, head);
   }
   void trace_attended() override { cache_.trace_attended(true); }
-  std::vector<std::vector<index_t>> attended(int layer) const override {
-    return cache_.attended(layer, sequence_);
-  }
+  std::vector<std::vector<index_t>> attended(int layer) const override { return cache_.attended(layer, sequence_); }
   bool trace_ranked() override {
     cache_.trace_ranked(true);
     return true;

@@ -82,7 +82,7 @@ template <class Use>
 auto with_layout(element_type element, int head_dim, Use&& use) {
   const auto with_dim = [&]<class T>() {
     return [&]<std::size_t... I>(std::index_sequence<I...>) {
-      decltype(use.template operator()<T, head_dims[0]>()) made{};
+      decltype(use.template operator()<T, head_dims[0]>()) made {};
       std::string allowed;
       const bool known =
           ((head_dim == head_dims[I] && (made = use.template operator()<T, head_dims[I]>(), true)) || ...);
@@ -90,8 +90,7 @@ auto with_layout(element_type element, int head_dim, Use&& use) {
       tessera::require(known, "head_dim", head_dim, "one of " + allowed,
                        "pass a model or tensors of such heads, or build the tool for them (TESSERA_TOOL_HEAD_DIMS)");
       return made;
-    }
-    (std::make_index_sequence<std::size(head_dims)>{});
+    }(std::make_index_sequence<std::size(head_dims)>{});
   };
   switch (element) {
     case element_type::fp32:

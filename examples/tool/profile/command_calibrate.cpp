@@ -97,8 +97,8 @@ void calibrate(const calibrate_options& given) {
   const std::vector<setting> settings = parse_settings(given.settings);
   (void)method.configured(settings);
   // A method that chooses again after so many outputs may let a prompt's end pass: here it chooses there.
-  const bool chooses_later =
-      has_parameter(method, "every") && has_parameter(method, "first") && std::ranges::find(settings, "first", &setting::name) == settings.end();
+  const bool chooses_later = has_parameter(method, "every") && has_parameter(method, "first") &&
+                             std::ranges::find(settings, "first", &setting::name) == settings.end();
   const double share = parse_real("--share", given.share, {1e-6, 1.0});
   const double alpha = parse_real("--alpha", given.alpha, tessera::profile::alphas);
   const auto count = index_t(parse_count("--samples", given.samples, 1, 1'000'000));
@@ -136,7 +136,7 @@ void calibrate(const calibrate_options& given) {
       const auto tokens = index_t(prompt.size());
       std::vector<setting> own = settings;
       if (method.fuses_chunks) own.push_back({"chunk", std::to_string(tessera::max_tokens)});  // one choice a prompt
-      if (chooses_later) own.push_back({"first", "0"});  // at its end
+      if (chooses_later) own.push_back({"first", "0"});                                        // at its end
       const auto kept = index_t(tessera::decimal_share(share).up(tokens));
       const index_t budget = std::clamp(kept, method.budgets.least, tokens - 1);  // all must compete
       const auto cache =

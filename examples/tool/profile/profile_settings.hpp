@@ -16,9 +16,7 @@ namespace tool {
 
 /// A recipe whose budget takes a table of shares.
 template <class Recipe>
-concept takes_profile = requires(Recipe& recipe) {
-  recipe.retain.budget.shares;
-};
+concept takes_profile = requires(Recipe& recipe) { recipe.retain.budget.shares; };
 
 /// What stands beside a recipe's own parameters.
 struct profile_settings {
@@ -47,9 +45,10 @@ std::shared_ptr<const tessera::profile> attach_profile(Recipe& recipe, const pro
   if constexpr (requires { tessera::placement_of(recipe).groups(1, 1); }) {
     const std::size_t first = std::size_t(shares.data - kept->budget.data());
     const std::vector<double> own(shares.data, shares.data + std::size_t(shares.layers) * std::size_t(shares.kv_heads));
-    const std::vector<double> all =
-        chosen.fills ? std::vector<double>(tessera::filled_shares(tessera::placement_of(recipe).groups(shape.layers, shape.kv_heads), own))
-                     : own;
+    const std::vector<double> all = chosen.fills
+                                        ? std::vector<double>(tessera::filled_shares(
+                                              tessera::placement_of(recipe).groups(shape.layers, shape.kv_heads), own))
+                                        : own;
     std::copy(all.begin(), all.end(), kept->budget.begin() + std::ptrdiff_t(first));
   }
   return kept;

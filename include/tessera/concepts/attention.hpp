@@ -21,10 +21,8 @@ concept attention = requires(A& a) {
 /// Whether a type is an attention. A sentence says what it lacks.
 template <class A>
 constexpr bool check_attention() {
-  static_assert(
-      requires { A::name; }, "tessera: an attention must name itself: static constexpr const char* name");
-  static_assert(
-      requires { A::gathers; }, "tessera: an attention must say whether it gathers a selection");
+  static_assert(requires { A::name; }, "tessera: an attention must name itself: static constexpr const char* name");
+  static_assert(requires { A::gathers; }, "tessera: an attention must say whether it gathers a selection");
   static_assert(attention<A>, "tessera: an attention must hold a logit_rule named rule");
   return attention<A>;
 }

@@ -4,14 +4,14 @@
 #include <concepts>
 #include <cstddef>
 
-#include "../core/plan/capacity.hpp"
 #include "../core/host/host_vector.hpp"
 #include "../core/logit_rule.hpp"
+#include "../core/plan/capacity.hpp"
+#include "../core/plan/layer_peak.hpp"
 #include "../core/prompt/prompt_lines.hpp"
 #include "../core/prompt/prompt_reach.hpp"
 #include "../core/sequence_layer.hpp"
 #include "../core/views.hpp"
-#include "../core/plan/layer_peak.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -52,12 +52,12 @@ concept backend_observer = requires(O& observer, sequence_layer owner, index_t i
 ///   copy(source, target, queue...)   copies the columns that steps will read to another sequence
 ///   trace(on), lines(owner)     the lines of the last chunk that was traced
 template <class A, class... Queue>
-concept backend_attending = requires(A& attending, const A& attended, sequence_layer owner, index_t id,
-                                     Queue... queue) {
-  attending.copy(id, id, queue...);
-  attending.trace(true);
-  { attended.lines(owner) } -> std::same_as<const prompt_lines&>;
-};
+concept backend_attending =
+    requires(A& attending, const A& attended, sequence_layer owner, index_t id, Queue... queue) {
+      attending.copy(id, id, queue...);
+      attending.trace(true);
+      { attended.lines(owner) } -> std::same_as<const prompt_lines&>;
+    };
 
 /// Whether a type is the backend of a cache. A sentence says what it lacks. Policies, Sequences and Step are the turn's
 /// `planned`, `conversations` and `batch`. Calls with rows are templates, which are not checked here: the compiler
@@ -89,8 +89,7 @@ constexpr bool check_backend() {
       requires(const B& b) {
         { b.max_sequences() } -> std::same_as<index_t>;
         { b.max_step_tokens() } -> std::same_as<index_t>;
-      },
-      "tessera: a backend must say its bounds: index_t max_sequences(), index_t max_step_tokens()");
+      }, "tessera: a backend must say its bounds: index_t max_sequences(), index_t max_step_tokens()");
   static_assert(
       requires(B& b, index_t id, const Policies& policies, typename B::default_queue q) {
         b.open(id, policies, q);
@@ -104,8 +103,7 @@ constexpr bool check_backend() {
       requires(B& b, const recipe& r, const Sequences& known, typename B::default_queue q) {
         b.follow_budget(r, q);
         b.follow_plans(known, q);
-      },
-      "tessera: a backend must follow a budget: follow_budget(recipe, queue), follow_plans(sequences, queue)");
+      }, "tessera: a backend must follow a budget: follow_budget(recipe, queue), follow_plans(sequences, queue)");
   static_assert(
       requires(B& b, sequence_layer owner, const recipe& r, const Policies& policies, const prompt_reach& reach,
                queue q, index_t n) {

@@ -28,9 +28,7 @@ concept winners_budget = requires(const B b, index_t n) {
 /// A budget with a body of its own for the host.
 ///   allot(scores, counts)     one count per head, in [min(protected tail, tokens), tokens of that head]
 template <class B>
-concept host_budget = requires(const B b, const layer_scores& scores, index_t* counts) {
-  b.allot(scores, counts);
-};
+concept host_budget = requires(const B b, const layer_scores& scores, index_t* counts) { b.allot(scores, counts); };
 
 /// A policy that allots a layer's tokens to its heads.
 ///   name                      its published name
@@ -50,7 +48,7 @@ concept host_budget = requires(const B b, const layer_scores& scores, index_t* c
 ///   even_heads                                  true: heads of equal length keep equally many, exactly `upper_bound`;
 ///                                               else: false
 template <class B>
-concept budget = (length_budget<B> || winners_budget<B> || host_budget<B>)&&requires(const B b, B& m) {
+concept budget = (length_budget<B> || winners_budget<B> || host_budget<B>) && requires(const B b, B& m) {
   { B::name } -> std::convertible_to<const char*>;
   { B::compares_heads } -> std::convertible_to<bool>;
   { m.tokens } -> std::same_as<index_t&>;
@@ -135,15 +133,12 @@ void allot_counts(const B& budget, const layer_scores& scores, index_t* counts) 
 /// Whether a type is a budget. A sentence says what it lacks.
 template <class B>
 constexpr bool check_budget() {
+  static_assert(requires { B::name; }, "tessera: a budget must name itself: static constexpr const char* name");
+  static_assert(requires { B::compares_heads; }, "tessera: a budget must say whether it compares_heads");
   static_assert(
-      requires { B::name; }, "tessera: a budget must name itself: static constexpr const char* name");
-  static_assert(
-      requires { B::compares_heads; }, "tessera: a budget must say whether it compares_heads");
-  static_assert(
-      requires(B & b) {
+      requires(B& b) {
         { b.tokens } -> std::same_as<index_t&>;
-      },
-      "tessera: a budget must hold index_t tokens, the tokens per kv_head");
+      }, "tessera: a budget must hold index_t tokens, the tokens per kv_head");
   static_assert(length_budget<B> || winners_budget<B> || host_budget<B>,
                 "tessera: a budget needs index_t share(head_extent), index_t share_won(won, base, tail) or "
                 "allot(layer_scores, counts)");

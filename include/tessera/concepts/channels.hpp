@@ -24,11 +24,11 @@ concept vector_channels = requires(const C c, const float* row, const packed_for
 ///       rows [format.channels]: mean squares of the stored rows
 ///   window                               how many of a prompt's last queries are observed
 template <class C>
-concept head_channels_selector = requires(const C c, const double* squares, const packed_format& format,
-                                          std::uint8_t* bits) {
-  c.choose_for_head(squares, squares, format, bits);
-  { C::window } -> std::convertible_to<index_t>;
-};
+concept head_channels_selector =
+    requires(const C c, const double* squares, const packed_format& format, std::uint8_t* bits) {
+      c.choose_for_head(squares, squares, format, bits);
+      { C::window } -> std::convertible_to<index_t>;
+    };
 
 /// A policy that chooses which elements of a vector stay.
 ///   name
@@ -37,13 +37,13 @@ concept head_channels_selector = requires(const C c, const double* squares, cons
 ///   choose, or choose_for_head           see above
 ///   check(), parameters(self, visit)
 template <class C>
-concept channel_selector = std::is_trivially_copyable_v<C> &&
-    (vector_channels<C> || head_channels_selector<C>)&&requires(const C c, int dim) {
-  { C::name } -> std::convertible_to<const char*>;
-  { c.stored_channels(dim) } -> std::same_as<index_t>;
-  { c.group_size() } -> std::same_as<index_t>;
-  c.check();
-};
+concept channel_selector = std::is_trivially_copyable_v<C> && (vector_channels<C> || head_channels_selector<C>) &&
+                           requires(const C c, int dim) {
+                             { C::name } -> std::convertible_to<const char*>;
+                             { c.stored_channels(dim) } -> std::same_as<index_t>;
+                             { c.group_size() } -> std::same_as<index_t>;
+                             c.check();
+                           };
 
 /// Whether a type is a channel selector. A sentence says what it lacks.
 template <class C>

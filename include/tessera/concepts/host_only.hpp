@@ -7,9 +7,7 @@ TESSERA_NAMESPACE_BEGIN
 
 /// A policy, stage or layout that runs on the host alone has `static constexpr bool host_only = true;`.
 template <class Policy>
-concept host_only_policy = requires {
-  requires Policy::host_only;
-};
+concept host_only_policy = requires { requires Policy::host_only; };
 
 /// Whether none of these policies says `host_only`.
 template <class... Policies>

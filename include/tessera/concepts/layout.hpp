@@ -37,15 +37,13 @@ concept layout = row_format<typename L::rows_type> && placement<typename L::plac
 
 /// A layout whose rows hold K and V of these dims, handed over as `T`.
 template <class L, class T, int D, int Dv>
-concept layout_of = layout<L> && std::same_as<typename L::element_type, T> && L::k_dim == D&& L::v_dim == Dv;
+concept layout_of = layout<L> && std::same_as<typename L::element_type, T> && L::k_dim == D && L::v_dim == Dv;
 
 /// Whether a type is a row format. A sentence says what it lacks.
 template <class R>
 constexpr bool check_row_format() {
-  static_assert(
-      requires { R::name; }, "tessera: a row format must name itself: static constexpr const char* name");
-  static_assert(
-      requires { R::k_dim + R::v_dim; }, "tessera: a row format must give k_dim and v_dim");
+  static_assert(requires { R::name; }, "tessera: a row format must name itself: static constexpr const char* name");
+  static_assert(requires { R::k_dim + R::v_dim; }, "tessera: a row format must give k_dim and v_dim");
   static_assert(
       requires { typename R::encoding_type; },
       "tessera: a row format must say how its elements lie in memory: using encoding_type = ...");

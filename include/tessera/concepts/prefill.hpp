@@ -31,12 +31,12 @@ concept prompt_pattern = requires {
 ///   dense_rows                     index_t: how many of a chunk's last rows attend everything
 template <class P>
 concept line_pattern = prompt_pattern<P> && P::chooses_lines && has_parameters<P> &&
-    requires(const P p, index_t at, host_vector<index_t>& rows, const sampled_attention& seen, line_cover& cover,
-             line_set& lines) {
-  p.sample(at, at, rows);
-  p.choose(seen, cover, lines);
-  p.check();
-};
+                       requires(const P p, index_t at, host_vector<index_t>& rows, const sampled_attention& seen,
+                                line_cover& cover, line_set& lines) {
+                         p.sample(at, at, rows);
+                         p.choose(seen, cover, lines);
+                         p.check();
+                       };
 
 /// How many of a chunk's last rows attend everything.
 template <class P>
@@ -93,8 +93,7 @@ constexpr bool check_device_prefill() {
 /// Whether a type is a prefill policy. A sentence says what it lacks.
 template <class P>
 constexpr bool check_prefill() {
-  static_assert(
-      requires { P::name; }, "tessera: a prefill policy must name itself: static constexpr const char* name");
+  static_assert(requires { P::name; }, "tessera: a prefill policy must name itself: static constexpr const char* name");
   static_assert(
       requires { P::chooses_lines; },
       "tessera: a prefill policy must say whether it chooses lines: static constexpr bool chooses_lines");

@@ -41,8 +41,7 @@ concept schedule = requires(const S s, moment now, const turn_clock& at) {
 /// Whether a type is a schedule. A sentence says what it lacks.
 template <class S>
 constexpr bool check_schedule() {
-  static_assert(
-      requires { S::name; }, "tessera: a schedule must name itself: static constexpr const char* name");
+  static_assert(requires { S::name; }, "tessera: a schedule must name itself: static constexpr const char* name");
   static_assert(
       requires { std::bool_constant<S::fires_at(moment::step_end)>::value; },
       "tessera: a schedule must say when it can fire at all: static constexpr bool fires_at(moment)");

@@ -32,9 +32,7 @@ concept reusing_scope = joining_scope<S> && requires(const S s, index_t place) {
 
 /// A scope with one threshold for the heads of all layers.
 template <class S>
-concept model_scope = requires {
-  requires S::over_model;
-};
+concept model_scope = requires { requires S::over_model; };
 
 /// A scope in which the query heads of a group may choose apart, each among the stored tokens of its kv_head. Only for
 /// what is read: tokens are stored by kv_head.
@@ -52,13 +50,12 @@ concept splitting_scope = requires(const S s) {
 template <class S>
 concept scope = std::is_trivially_copyable_v<S> && requires {
   { S::name } -> std::convertible_to<const char*>;
-} &&(joining_scope<S> || !requires { &S::join; });
+} && (joining_scope<S> || !requires { &S::join; });
 
 /// Whether a type is a scope. A sentence says what it lacks.
 template <class S>
 constexpr bool check_scope() {
-  static_assert(
-      requires { S::name; }, "tessera: a scope must name itself: static constexpr const char* name");
+  static_assert(requires { S::name; }, "tessera: a scope must name itself: static constexpr const char* name");
   static_assert(scope<S>,
                 "tessera: a scope over a layer needs float join(joined, score) and float joined(total, heads)");
   return scope<S>;

@@ -29,9 +29,9 @@ concept finishing_scorer = requires(const S s, const float* in, float* out, inde
 };
 /// Whether what is named as a last pass is one.
 template <class S>
-inline constexpr bool finishes_rightly = (pooling_scorer<S> || !requires { &S::pooled; }) &&
-                                         (slot_finishing_scorer<S> || !requires { &S::finish_at; }) &&
-                                         (finishing_scorer<S> || !requires { &S::finish; });
+inline constexpr bool finishes_rightly =
+    (pooling_scorer<S> || !requires { &S::pooled; }) && (slot_finishing_scorer<S> || !requires { &S::finish_at; }) &&
+    (finishing_scorer<S> || !requires { &S::finish; });
 
 /// A scorer whose finished scores are multiplied by another scorer's score of a token's value, after the budget has
 /// counted.
@@ -44,8 +44,7 @@ template <class S>
 concept weighted_scorer = requires(const S s, float x, index_t n) {
   requires contents_scorer<std::remove_cvref_t<decltype(s.weight)>>;
   requires !anchored_scorer<std::remove_cvref_t<decltype(s.weight)>>;
-  requires stored_rows(std::remove_cvref_t<decltype(s.weight)>::reads)
-  == stored_rows::values;
+  requires stored_rows(std::remove_cvref_t<decltype(s.weight)>::reads) == stored_rows::values;
   { s.weighted(x, x) } -> std::same_as<float>;
   { s.taken_first(n) } -> std::same_as<index_t>;
 };
@@ -87,10 +86,10 @@ inline constexpr row_join joins_rows_by = [] {
 
 /// Nobody counts how many rows see a token, so a mean needs a window; a window of one query is its newest.
 template <class S>
-inline constexpr bool rows_join_rightly = (joins_rows_by<S> != row_join::mean || S::observed == observes::window) &&
-                                          (joins_rows_by<S> != row_join::newest ||
-                                           S::observed == observes::every_query) &&
-                                          (joins_rows_by<S> == row_join::sum || S::observed != observes::step);
+inline constexpr bool rows_join_rightly =
+    (joins_rows_by<S> != row_join::mean || S::observed == observes::window) &&
+    (joins_rows_by<S> != row_join::newest || S::observed == observes::every_query) &&
+    (joins_rows_by<S> == row_join::sum || S::observed != observes::step);
 
 /// A scorer that observes a fixed number of the prompt's last queries.
 template <class S>
@@ -102,14 +101,12 @@ concept has_window = requires(S& s) {
 /// conversation, and can score at any moment of a schedule.
 ///   window_follows                       static: true
 template <class S>
-concept following_scorer = has_window<S> && S::observed == observes::window&& requires {
-  requires S::window_follows;
-};
+concept following_scorer = has_window<S> && S::observed == observes::window && requires { requires S::window_follows; };
 
 /// A scorer that observes only the queries at positions of its choice.
 ///   takes(position) -> bool
 template <class S>
-concept sampling_scorer = S::observed == observes::every_query&& requires(const S s, index_t position) {
+concept sampling_scorer = S::observed == observes::every_query && requires(const S s, index_t position) {
   { s.takes(position) } -> std::same_as<bool>;
 };
 
@@ -123,13 +120,14 @@ concept sampling_scorer = S::observed == observes::every_query&& requires(const 
 ///   pooled, finish_at or finish          a last pass over a head's scores, see above. Not for a paged scorer
 ///   check(budget)                        throws tessera::error on parameters that make no sense
 template <class S>
-concept scorer = std::is_trivially_copyable_v<S> && scorer_of_a_kind<S> && finishes_rightly<S> &&
-    (S::observed != observes::window || has_window<S>)&&rows_join_rightly<S>&& requires(const S s, index_t n) {
-  { S::name } -> std::convertible_to<const char*>;
-  { S::comparable_across_heads } -> std::convertible_to<bool>;
-  { s.protected_tail(n) } -> std::same_as<index_t>;
-  s.check(n);
-};
+concept scorer =
+    std::is_trivially_copyable_v<S> && scorer_of_a_kind<S> && finishes_rightly<S> &&
+    (S::observed != observes::window || has_window<S>) && rows_join_rightly<S> && requires(const S s, index_t n) {
+      { S::name } -> std::convertible_to<const char*>;
+      { S::comparable_across_heads } -> std::convertible_to<bool>;
+      { s.protected_tail(n) } -> std::same_as<index_t>;
+      s.check(n);
+    };
 
 /// One sentence for each member that a type lacks, of its kind of scorer alone: nvcc gives no reason for a failed
 /// concept.
@@ -139,15 +137,13 @@ constexpr bool check_scorer() {
   static_assert(
       requires {
         { S::name } -> std::convertible_to<const char*>;
-      },
-      "tessera: a scorer must name itself: static constexpr const char* name");
+      }, "tessera: a scorer must name itself: static constexpr const char* name");
   static_assert(detail::says_what_it_observes<S>,
                 "tessera: a scorer must say what it observes: static constexpr observes observed");
   static_assert(
       requires {
         { S::comparable_across_heads } -> std::convertible_to<bool>;
-      },
-      "tessera: a scorer must say whether its scores are comparable_across_heads");
+      }, "tessera: a scorer must say whether its scores are comparable_across_heads");
   if constexpr (detail::says_what_it_observes<S>) {
     if constexpr (!scorer_of_a_kind<S>) detail::check_scorer_kind<S>();
     static_assert(S::observed != observes::window || has_window<S>,
@@ -160,19 +156,17 @@ constexpr bool check_scorer() {
   static_assert(
       requires(const S s, index_t n) {
         { s.protected_tail(n) } -> std::same_as<index_t>;
-      },
-      "tessera: scorer::protected_tail(budget) must return index_t");
+      }, "tessera: scorer::protected_tail(budget) must return index_t");
   static_assert(finishes_rightly<S>,
                 "tessera: a scorer's last pass is pooling_window pooled(), float finish_at(in, n, i) or "
                 "finish(in, n, out, scratch)");
-  static_assert(
-      requires(const S s, index_t n) { s.check(n); }, "tessera: a scorer needs check(budget)");
+  static_assert(requires(const S s, index_t n) { s.check(n); }, "tessera: a scorer needs check(budget)");
   return scorer<S>;
 }
 
 /// Whether devices can run it: its last pass must not be for the host alone.
 template <class S>
-concept device_scorer = scorer<S> &&(pooling_scorer<S> || slot_finishing_scorer<S> || !finishing_scorer<S>);
+concept device_scorer = scorer<S> && (pooling_scorer<S> || slot_finishing_scorer<S> || !finishing_scorer<S>);
 
 /// Whether a scorer runs on a device. A sentence says what it lacks, there or anywhere.
 template <class S>

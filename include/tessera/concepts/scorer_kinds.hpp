@@ -38,7 +38,7 @@ enum class stored_rows { keys, values };
 /// Scores by position alone.
 ///   score(position of the token, position of the next token) -> float
 template <class S>
-concept positional_scorer = S::observed == observes::nothing&& requires(const S s, index_t at) {
+concept positional_scorer = S::observed == observes::nothing && requires(const S s, index_t at) {
   { s.score(at, at) } -> std::same_as<float>;
 };
 
@@ -49,7 +49,7 @@ concept positional_scorer = S::observed == observes::nothing&& requires(const S 
 ///                                  TESSERA_HD
 ///   score(sums) -> float           of the row. TESSERA_HD
 template <class S>
-concept contents_scorer = S::observed == observes::nothing&& requires(const S s, float x, float* sums) {
+concept contents_scorer = S::observed == observes::nothing && requires(const S s, float x, float* sums) {
   { S::reads } -> std::convertible_to<stored_rows>;
   { std::integral_constant<int, S::measures>::value } -> std::convertible_to<int>;
   s.measure(x, x, sums);
@@ -82,7 +82,7 @@ struct channel_scale {
 ///   outside(slot, stored) -> float     of a slot that is in no partition with a next one, `stored` slots in all.
 ///                                      TESSERA_HD
 template <class S>
-concept lagged_scorer = S::observed == observes::nothing&& requires(const S s, float x, float* sums, index_t n) {
+concept lagged_scorer = S::observed == observes::nothing && requires(const S s, float x, float* sums, index_t n) {
   { s.sinks } -> std::convertible_to<index_t>;
   { s.lag } -> std::convertible_to<index_t>;
   { std::integral_constant<int, S::measures>::value } -> std::convertible_to<int>;
@@ -97,7 +97,7 @@ concept lagged_scorer = S::observed == observes::nothing&& requires(const S s, f
 ///   weigh(logit, lse) -> float   lse: the log-sum-exp of the row over all keys that it sees
 /// A token's score is the sum of `weigh` over the observed rows and the query heads of its group, then `finish`.
 template <class S>
-concept attentive_scorer = S::observed != observes::nothing&& requires(const S s, float x) {
+concept attentive_scorer = S::observed != observes::nothing && requires(const S s, float x) {
   { s.weigh(x, x) } -> std::same_as<float>;
 };
 
@@ -108,7 +108,7 @@ concept attentive_scorer = S::observed != observes::nothing&& requires(const S s
 ///   sinks, future                        index_t members; future at least 1
 ///   expect(mean, variance) -> float      TESSERA_HD
 template <class S>
-concept statistical_scorer = S::observed == observes::statistics&& requires(const S s, float x) {
+concept statistical_scorer = S::observed == observes::statistics && requires(const S s, float x) {
   { s.sinks } -> std::convertible_to<index_t>;
   { s.future } -> std::convertible_to<index_t>;
   { s.expect(x, x) } -> std::same_as<float>;
@@ -120,7 +120,7 @@ concept statistical_scorer = S::observed == observes::statistics&& requires(cons
 ///   whole                        a step reads everything while the answer's present segment has at most `whole` tokens
 ///   weigh(logit, 0) -> float     of the two means' logit, summed over the group
 template <class S>
-concept segment_mean_scorer = S::observed == observes::step&& attentive_scorer<S>&& requires(const S s) {
+concept segment_mean_scorer = S::observed == observes::step && attentive_scorer<S> && requires(const S s) {
   { s.start } -> std::convertible_to<index_t>;
   { s.whole } -> std::convertible_to<index_t>;
 };
@@ -143,7 +143,7 @@ concept segment_mean_scorer = S::observed == observes::step&& attentive_scorer<S
 ///   row_scale(scale, chosen, whole) -> float   scale: the rule's; sums of the row's |q| over the chosen and all
 ///                                              channels
 template <class S>
-concept paged_scorer = S::observed == observes::step&& requires(const S s, float x, double ratio, int k_dim) {
+concept paged_scorer = S::observed == observes::step && requires(const S s, float x, double ratio, int k_dim) {
   { s.page } -> std::convertible_to<index_t>;
   { s.channels } -> std::convertible_to<index_t>;
   { s.fitted(ratio, k_dim) } -> std::same_as<S>;
@@ -156,32 +156,20 @@ concept paged_scorer = S::observed == observes::step&& requires(const S s, float
 /// The kinds of scorers: every scorer is of one.
 template <class S>
 concept scorer_of_a_kind = positional_scorer<S> || contents_scorer<S> || lagged_scorer<S> || attentive_scorer<S> ||
-    statistical_scorer<S> || paged_scorer<S>;
+                           statistical_scorer<S> || paged_scorer<S>;
 
 namespace detail {
 
 /// The kind of scorer that a type is meant to be, by its members, where `observed` leaves it open.
 template <class S>
-inline constexpr bool names_pages = requires {
-  &S::page;
-}
-|| requires { &S::channels; }
-|| requires { &S::takes_upper; }
-|| requires { &S::row_scale; };
+inline constexpr bool names_pages = requires { &S::page; } || requires { &S::channels; } ||
+                                    requires { &S::takes_upper; } || requires { &S::row_scale; };
 template <class S>
-inline constexpr bool names_a_lag = requires {
-  &S::lag;
-}
-|| requires { &S::spread; }
-|| requires { &S::ranked; }
-|| requires { &S::outside; };
+inline constexpr bool names_a_lag =
+    requires { &S::lag; } || requires { &S::spread; } || requires { &S::ranked; } || requires { &S::outside; };
 template <class S>
-inline constexpr bool names_contents = requires {
-  S::reads;
-}
-|| requires { S::measures; }
-|| requires { &S::measure; }
-|| requires { &S::anchor_scale; };
+inline constexpr bool names_contents =
+    requires { S::reads; } || requires { S::measures; } || requires { &S::measure; } || requires { &S::anchor_scale; };
 
 template <class S>
 inline constexpr bool says_measures = requires {
@@ -193,8 +181,7 @@ constexpr void check_contents_scorer() {
   static_assert(
       requires {
         { S::reads } -> std::convertible_to<stored_rows>;
-      },
-      "tessera: a scorer by contents needs static constexpr stored_rows reads, keys or values");
+      }, "tessera: a scorer by contents needs static constexpr stored_rows reads, keys or values");
   static_assert(says_measures<S>,
                 "tessera: a scorer by contents needs static constexpr int measures, the numbers that a row's channels "
                 "add up to");
@@ -204,8 +191,7 @@ constexpr void check_contents_scorer() {
   static_assert(
       requires(const S s, const float* sums) {
         { s.score(sums) } -> std::same_as<float>;
-      },
-      "tessera: a scorer by contents needs float score(const float* sums) const");
+      }, "tessera: a scorer by contents needs float score(const float* sums) const");
 }
 
 template <class S>
@@ -213,39 +199,33 @@ constexpr void check_lagged_scorer() {
   static_assert(
       requires(const S s) {
         { s.sinks } -> std::convertible_to<index_t>;
-      },
-      "tessera: a lagged scorer needs index_t sinks, the first slots, which are in no partition");
+      }, "tessera: a lagged scorer needs index_t sinks, the first slots, which are in no partition");
   static_assert(
       requires(const S s) {
         { s.lag } -> std::convertible_to<index_t>;
-      },
-      "tessera: a lagged scorer needs index_t lag, the slots of a partition");
+      }, "tessera: a lagged scorer needs index_t lag, the slots of a partition");
   static_assert(says_measures<S>,
                 "tessera: a lagged scorer needs static constexpr int measures, the numbers that a row's channels add "
                 "up to");
   static_assert(
       requires(const S s, float x) {
         { s.scale(x, x) } -> std::same_as<channel_scale>;
-      },
-      "tessera: a lagged scorer needs channel_scale scale(float low, float high) const");
+      }, "tessera: a lagged scorer needs channel_scale scale(float low, float high) const");
   static_assert(
       requires(const S s, float x, float* sums) { s.measure(x, channel_scale{}, sums); },
       "tessera: a lagged scorer needs void measure(float x, channel_scale scale, float* sums) const");
   static_assert(
       requires(const S s, const float* sums, index_t n) {
         { s.spread(sums, n) } -> std::same_as<float>;
-      },
-      "tessera: a lagged scorer needs float spread(const float* sums, index_t channels) const");
+      }, "tessera: a lagged scorer needs float spread(const float* sums, index_t channels) const");
   static_assert(
       requires(const S s, index_t n) {
         { s.ranked(n) } -> std::same_as<float>;
-      },
-      "tessera: a lagged scorer needs float ranked(index_t rank) const");
+      }, "tessera: a lagged scorer needs float ranked(index_t rank) const");
   static_assert(
       requires(const S s, index_t n) {
         { s.outside(n, n) } -> std::same_as<float>;
-      },
-      "tessera: a lagged scorer needs float outside(index_t slot, index_t stored) const");
+      }, "tessera: a lagged scorer needs float outside(index_t slot, index_t stored) const");
 }
 
 template <class S>
@@ -253,18 +233,15 @@ constexpr void check_statistical_scorer() {
   static_assert(
       requires(const S s) {
         { s.sinks } -> std::convertible_to<index_t>;
-      },
-      "tessera: a scorer of statistics needs index_t sinks, the first positions, whose queries do not count");
+      }, "tessera: a scorer of statistics needs index_t sinks, the first positions, whose queries do not count");
   static_assert(
       requires(const S s) {
         { s.future } -> std::convertible_to<index_t>;
-      },
-      "tessera: a scorer of statistics needs index_t future, the positions to come that it looks over");
+      }, "tessera: a scorer of statistics needs index_t future, the positions to come that it looks over");
   static_assert(
       requires(const S s, float x) {
         { s.expect(x, x) } -> std::same_as<float>;
-      },
-      "tessera: a scorer of statistics needs float expect(float mean, float variance) const");
+      }, "tessera: a scorer of statistics needs float expect(float mean, float variance) const");
 }
 
 template <class S>
@@ -272,13 +249,11 @@ constexpr void check_paged_scorer() {
   static_assert(
       requires(const S s) {
         { s.page } -> std::convertible_to<index_t>;
-      },
-      "tessera: a paged scorer needs index_t page, the slots of a page; 0: it follows from the budget");
+      }, "tessera: a paged scorer needs index_t page, the slots of a page; 0: it follows from the budget");
   static_assert(
       requires(const S s) {
         { s.channels } -> std::convertible_to<index_t>;
-      },
-      "tessera: a paged scorer needs index_t channels, those that it reads; 0: they follow from the budget");
+      }, "tessera: a paged scorer needs index_t channels, those that it reads; 0: they follow from the budget");
   static_assert(
       requires(const S s, double ratio, int k_dim) {
         { s.fitted(ratio, k_dim) } -> std::same_as<S>;
@@ -288,8 +263,7 @@ constexpr void check_paged_scorer() {
   static_assert(
       requires {
         { S::normalised } -> std::convertible_to<bool>;
-      },
-      "tessera: a paged scorer needs static constexpr bool normalised: whether scores are a softmax over slots");
+      }, "tessera: a paged scorer needs static constexpr bool normalised: whether scores are a softmax over slots");
   static_assert(
       requires {
         { S::adds_mean_value } -> std::convertible_to<bool>;
@@ -299,13 +273,11 @@ constexpr void check_paged_scorer() {
   static_assert(
       requires(const S s, float x) {
         { s.takes_upper(x, x) } -> std::same_as<bool>;
-      },
-      "tessera: a paged scorer needs bool takes_upper(float own, float total) const");
+      }, "tessera: a paged scorer needs bool takes_upper(float own, float total) const");
   static_assert(
       requires(const S s, float x) {
         { s.row_scale(x, x, x) } -> std::same_as<float>;
-      },
-      "tessera: a paged scorer needs float row_scale(float scale, float chosen, float whole) const");
+      }, "tessera: a paged scorer needs float row_scale(float scale, float chosen, float whole) const");
 }
 
 /// Of a type that is no kind of scorer: asserts the members of the kind that it is meant to be.

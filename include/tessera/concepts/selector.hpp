@@ -52,12 +52,12 @@ concept host_selector = requires(const S s, const float* scores, index_t n, inde
 ///   choose_in_segment                                 in place of `select`, for a selector of segments: see above
 ///   check()                                           throws tessera::error on parameters that make no sense
 template <class S>
-concept selector = std::is_trivially_copyable_v<S> &&
-    (host_selector<S> || plain_selector<S> || segment_selector<S>)&&requires(const S s) {
-  typename S::unit;
-  { S::name } -> std::convertible_to<const char*>;
-  s.check();
-};
+concept selector = std::is_trivially_copyable_v<S> && (host_selector<S> || plain_selector<S> || segment_selector<S>) &&
+                   requires(const S s) {
+                     typename S::unit;
+                     { S::name } -> std::convertible_to<const char*>;
+                     s.check();
+                   };
 
 /// The choice of a selector without segments, on the host.
 template <class S>
@@ -74,10 +74,8 @@ index_t choose_slots(const S& selector, const float* scores, index_t n, index_t 
 template <class S>
 constexpr bool check_selector() {
   static_assert(std::is_trivially_copyable_v<S>, "tessera: a selector must be trivially copyable");
-  static_assert(
-      requires { S::name; }, "tessera: a selector must name itself: static constexpr const char* name");
-  static_assert(
-      requires { typename S::unit; }, "tessera: a selector must name its unit: token_unit or block_unit");
+  static_assert(requires { S::name; }, "tessera: a selector must name itself: static constexpr const char* name");
+  static_assert(requires { typename S::unit; }, "tessera: a selector must name its unit: token_unit or block_unit");
   static_assert(selector<S>,
                 "tessera: a selector needs index_t select(scores, n, tail, keep, out, scratch), "
                 "index_t choose(scores, n, tail, keep, out) or, to see segments, "

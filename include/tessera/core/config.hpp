@@ -4,8 +4,7 @@
 #include "host/host_isa.hpp"
 
 #if !defined(__cpp_exceptions)
-#error \
-    "tessera: exceptions are off; expected a compiler that has them on: errors are thrown; leave -fno-exceptions out"
+#error "tessera: exceptions are off; expected a compiler that has them on: errors are thrown; leave -fno-exceptions out"
 #define TESSERA_STOPS_HERE "tessera stops here"  // no such file: nothing else is said
 #include TESSERA_STOPS_HERE
 #endif

@@ -15,13 +15,13 @@ TESSERA_SHARED_NAMESPACE_BEGIN
 ///   scale_of(largest)       where scaled: the scale of a row whose largest finite magnitude this is; never 0
 template <class E>
 concept encoding = element<typename E::element_type> && std::is_trivially_copyable_v<typename E::stored_type> &&
-    requires(typename E::stored_type stored, float x) {
-  static_cast<float>(stored);
-  static_cast<typename E::stored_type>(x);
-  { E::scaled } -> std::convertible_to<bool>;
-} &&(!E::scaled || requires(float x) {
-  { E::scale_of(x) } -> std::same_as<float>;
-});
+                   requires(typename E::stored_type stored, float x) {
+                     static_cast<float>(stored);
+                     static_cast<typename E::stored_type>(x);
+                     { E::scaled } -> std::convertible_to<bool>;
+                   } && (!E::scaled || requires(float x) {
+                     { E::scale_of(x) } -> std::same_as<float>;
+                   });
 
 /// Raw elements: scorers and indexes may have pointers to them.
 template <element T>

@@ -74,9 +74,7 @@ struct ignore_parameters {
 /// A policy that shows every run-time parameter: `static void parameters(self, visit)` calls
 /// `visit(name, self.member, value_range{least, largest}, "what it means")` for each of them.
 template <class P>
-concept has_parameters = requires(P& policy) {
-  P::parameters(policy, ignore_parameters{});
-};
+concept has_parameters = requires(P& policy) { P::parameters(policy, ignore_parameters{}); };
 
 /// Throws tessera::error unless every parameter of a policy is one that it may be.
 template <has_parameters P>

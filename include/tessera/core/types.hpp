@@ -112,7 +112,9 @@ requires(!std::same_as<T, fp32>) const T* as_elements(const decltype(T::bits)* b
 }
 /// The same of bits that may be written.
 template <row_element T>
-requires(!std::same_as<T, fp32>) T* as_elements(decltype(T::bits)* bits) { return reinterpret_cast<T*>(bits); }
+requires(!std::same_as<T, fp32>) T* as_elements(decltype(T::bits)* bits) {
+  return reinterpret_cast<T*>(bits);
+}
 
 /// Head dims that every kernel is built for; the largest.
 template <int D>

@@ -135,9 +135,7 @@ struct packed_rows {
 };
 
 template <class Rows>
-concept packing_rows = requires {
-  requires Rows::packs;
-};
+concept packing_rows = requires { requires Rows::packs; };
 template <class Layout>
 concept packing_layout = packing_rows<typename Layout::rows_type>;
 template <class Layout>

@@ -10,10 +10,10 @@
 #include <tessera/selector/top_blocks.hpp>
 #include <tessera/selector/top_tokens.hpp>
 
-using mixture = tessera::recipe<tessera::retain<tessera::observation_window, tessera::adaptive, tessera::top_blocks>,
-                                tessera::dense<tessera::bf16, 128>,
-                                tessera::retrieve<tessera::exact_score, tessera::top_tokens>, tessera::gathered_decode,
-                                tessera::once>;
+using mixture =
+    tessera::recipe<tessera::retain<tessera::observation_window, tessera::adaptive, tessera::top_blocks>,
+                    tessera::dense<tessera::bf16, 128>, tessera::retrieve<tessera::exact_score, tessera::top_tokens>,
+                    tessera::gathered_decode, tessera::once>;
 
 tessera::cache<mixture> cache({.layers = 2, .q_heads = 4, .kv_heads = 2}, mixture{},
                               std::make_shared<tessera::cpu::executor>(1));

@@ -4,6 +4,6 @@
 #include <tessera/recipe.hpp>
 #include <tessera/schedule/once.hpp>
 
-tessera::recipe<tessera::retain_all, tessera::dense<tessera::bf16, 128>, tessera::retrieve_all, tessera::gathered_decode,
-                tessera::once>
+tessera::recipe<tessera::retain_all, tessera::dense<tessera::bf16, 128>, tessera::retrieve_all,
+                tessera::gathered_decode, tessera::once>
     chosen;

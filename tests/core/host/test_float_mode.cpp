@@ -30,7 +30,9 @@ TEST_CASE(
 }
 
 TEST_CASE("a thread that is in the default mode already stays in it") {
-  { const default_float_mode mode; }
+  {
+    const default_float_mode mode;
+  }
   CHECK(support::keeps_subnormals());
   CHECK(support::rounds_to_nearest());
 }
@@ -41,8 +43,8 @@ TEST_CASE("a child of fork() counts one more than its parent") {
   CHECK(support::in_a_child([&] { return is_home(own); }) == 0);
   CHECK(support::in_a_child([&] { return is_home(home_process()); }) == 1);
   CHECK(support::in_a_child([&] {
-    const home_process childs;
-    return 2 * is_home(own) + support::in_a_child([&] { return is_home(childs); });
-  }) == 0);
+          const home_process childs;
+          return 2 * is_home(own) + support::in_a_child([&] { return is_home(childs); });
+        }) == 0);
   CHECK(own.is_here());
 }

@@ -74,7 +74,7 @@ layer_shape write_random_layer(rng& random, const std::filesystem::path& path, b
 /// What `compress` says of a file: its lists and outputs, or the sentence by which it refuses.
 struct outcome {
   std::vector<std::int64_t> kept, attended, kept_of_head, attended_of_head;
-  std::vector<std::int64_t> used, reserved;  ///< pages of each group of heads, of a method whose heads share pages
+  std::vector<std::int64_t> used, reserved;    ///< pages of each group of heads, of a method whose heads share pages
   std::vector<float> out, packed_k, packed_v;  ///< `packed_*`: of packed rows alone
   std::string refusal;
 };
@@ -176,8 +176,8 @@ void compress_on_both(const tool::method_info& method) {
     if (free_basis) continue;
     REQUIRE(distance(got.out, expected.out) < (others == 0 ? 0.01 : 0.1));
   }
-  std::printf("compress, %-13s: %d of %d files differ by a near tie, %d refused on both\n", method.name.c_str(),
-              differ, files, refused);
+  std::printf("compress, %-13s: %d of %d files differ by a near tie, %d refused on both\n", method.name.c_str(), differ,
+              files, refused);
   CHECK(differ <= files / 100);
   CHECK(refused < files / 2);
 }

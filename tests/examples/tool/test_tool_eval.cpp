@@ -180,8 +180,7 @@ TEST_CASE("a conversation that does not fit into the model is refused before any
   bench on;
   std::string document;
   for (int i = 0; i < 400; ++i) document += "one two three four\n";
-  CHECK_THROWS_WITH(on.plan({"long", {{document, "x"}}}, "question 7"),
-                    contains("question 7") && contains("1024"));
+  CHECK_THROWS_WITH(on.plan({"long", {{document, "x"}}}, "question 7"), contains("question 7") && contains("1024"));
   CHECK_THROWS_WITH(on.evaluation(all_methods({16})), contains("window is 32"));
 }
 

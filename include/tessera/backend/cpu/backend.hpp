@@ -80,8 +80,8 @@ class backend {
 
   /// The pages that a prompt of `tokens` tokens needs; id -1: in a new sequence. Where a first stage drops tokens only
   /// at the end of a prompt, `final_pages` counts those before the drop.
-  page_plan plan_pages(index_t id, const Recipe& recipe, const planned<Recipe>& policies,
-                       index_t tokens) const requires in_groups {
+  page_plan plan_pages(index_t id, const Recipe& recipe, const planned<Recipe>& policies, index_t tokens) const
+      requires in_groups {
     const auto& rows = parts_.store.rows();
     host_vector<index_t> held;
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {

@@ -122,8 +122,8 @@ class backend {
     parts_.make_room(parts_.all_layers({id}), tokens, stream);
   }
   /// id -1: for a new sequence.
-  page_plan plan_pages(index_t id, const Recipe& recipe, const planned<Recipe>& policies,
-                       index_t tokens) const requires in_groups {
+  page_plan plan_pages(index_t id, const Recipe& recipe, const planned<Recipe>& policies, index_t tokens) const
+      requires in_groups {
     host_vector<index_t> held(std::size_t(parts_.shape.layers * parts_.shape.kv_heads), 0);
     for (index_t layer = 0; id >= 0 && layer < parts_.shape.layers; ++layer) {
       const host_vector<index_t> by_head = parts_.store.held_by_head({layer, id});
@@ -148,8 +148,8 @@ class backend {
     parts_.store.require_fits({0, id}, tokens);
     parts_.store.expect(id, tokens);
   }
-  void end_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach,
-                 index_t reconsidered, cudaStream_t stream) {
+  void end_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach, index_t reconsidered,
+                 cudaStream_t stream) {
     if constexpr (Recipe::schedule_type::fires_at(moment::chunk_end))
       prompts().end_chunk(owner, policies, reach, reconsidered, stream);
   }

@@ -161,8 +161,8 @@
 
 #define TESSERA_ISA_PASTE(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p) a##b##c##d##e##f##g##h##i##j##k##l##m##n##o##p
 #define TESSERA_ISA_NAME(...) TESSERA_ISA_PASTE(__VA_ARGS__)
-#define TESSERA_HOST_ISA                                                                                             \
-  TESSERA_ISA_NAME(TESSERA_ISA_LEVEL, TESSERA_ISA_USUAL, TESSERA_ISA_FMA, TESSERA_ISA_HALF, TESSERA_ISA_BITS,        \
-                   TESSERA_ISA_ZEROS, TESSERA_ISA_SWAP, TESSERA_ISA_FMA4, TESSERA_ISA_COUNT, TESSERA_ISA_TRAILING,   \
-                   TESSERA_ISA_BF16, TESSERA_ISA_DOT, TESSERA_ISA_VECTOR, TESSERA_ISA_VECTOR_COUNT,                  \
+#define TESSERA_HOST_ISA                                                                                           \
+  TESSERA_ISA_NAME(TESSERA_ISA_LEVEL, TESSERA_ISA_USUAL, TESSERA_ISA_FMA, TESSERA_ISA_HALF, TESSERA_ISA_BITS,      \
+                   TESSERA_ISA_ZEROS, TESSERA_ISA_SWAP, TESSERA_ISA_FMA4, TESSERA_ISA_COUNT, TESSERA_ISA_TRAILING, \
+                   TESSERA_ISA_BF16, TESSERA_ISA_DOT, TESSERA_ISA_VECTOR, TESSERA_ISA_VECTOR_COUNT,                \
                    TESSERA_ISA_GALOIS, TESSERA_ISA_WIDER)

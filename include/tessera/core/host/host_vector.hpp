@@ -33,11 +33,10 @@ class host_vector : public std::vector<T, host_allocator<T>> {
   using base::base;
   host_vector() = default;
   template <class U>
-    requires std::convertible_to<const U&, T>
+  requires std::convertible_to<const U&, T>
   host_vector(const std::vector<U>& other) : base(other.begin(), other.end()) {}
   template <class U>
-    requires std::convertible_to<const T&, U>
-  operator std::vector<U>() const {
+  requires std::convertible_to<const T&, U> operator std::vector<U>() const {
     return std::vector<U>(this->begin(), this->end());
   }
 

@@ -12,11 +12,11 @@ TESSERA_NAMESPACE_BEGIN
 /// The progress of a conversation in one layer: its next position, and the tokens of the turn's prompt so far.
 struct layer_progress {
   index_t next_position = 0;
-  index_t turn_tokens = 0;  ///< prompt tokens since the turn began; 0 while decoding
-  segment_cursor text{};    ///< the segment of its next token, if the recipe needs segments
-  index_t judged = 0;       ///< prompt tokens of the turn among which the end of a chunk has chosen
+  index_t turn_tokens = 0;          ///< prompt tokens since the turn began; 0 while decoding
+  segment_cursor text{};            ///< the segment of its next token, if the recipe needs segments
+  index_t judged = 0;               ///< prompt tokens of the turn among which the end of a chunk has chosen
   index_t reconsidered_tokens = 0;  ///< the newest of them: the next choice includes them once more
-  bool ended = false;       ///< `end_layer` has been called since the turn began
+  bool ended = false;               ///< `end_layer` has been called since the turn began
 
   /// Errors   positions of `tokens` more, and the one behind them, do not fit 32 bits: tessera::error.
   void require_positions(index_t tokens) const {

@@ -8,10 +8,10 @@
 #include <utility>
 
 #include "../../concepts/backend.hpp"
-#include "../../core/plan/capacity.hpp"
 #include "../../core/error.hpp"
 #include "../../core/host/float_mode.hpp"
 #include "../../core/host/host_vector.hpp"
+#include "../../core/plan/capacity.hpp"
 #include "../background.hpp"
 #include "../page_plan.hpp"
 #include "../strategy.hpp"
@@ -184,8 +184,8 @@ class basic_cache {
   /// Shapes   q, k, v, out as those of `prefill` and `prefill_attention`, one query for each key.
   template <class Q, class K, class V>
   void reread(index_t layer, index_t id, index_t first, index_t count, const rows_view<Q>& q, const rows_view<K>& k,
-              const rows_view<V>& v, const rows_view<Out>& out,
-              queue_type queue = {}) requires(Recipe::retain_type::rereads || !has_queue) {
+              const rows_view<V>& v, const rows_view<Out>& out, queue_type queue = {})
+      requires(Recipe::retain_type::rereads || !has_queue) {
     const default_float_mode mode;
     const sequence_layer owner{layer, id};
     const read_rows<Q, K, V> queries = q, keys = k, values = v;
@@ -235,8 +235,8 @@ class basic_cache {
     backend_.begin_counting(step, conversations_);
     return step;
   }
-  batch prepare_step(const host_vector<index_t>& ids, index_t tokens,
-                     std::span<const std::uint8_t> boundaries) requires(!has_queue) {
+  batch prepare_step(const host_vector<index_t>& ids, index_t tokens, std::span<const std::uint8_t> boundaries)
+      requires(!has_queue) {
     return prepare_step(ids, tokens, queue_type(), boundaries);
   }
 
@@ -359,9 +359,7 @@ class basic_cache {
     conversations_.sequence(id);
     return backend_.store().searches().report(id);
   }
-  const std::shared_ptr<background>& searcher() const requires searches {
-    return backend_.store().searches().worker();
-  }
+  const std::shared_ptr<background>& searcher() const requires searches { return backend_.store().searches().worker(); }
   void search_on(std::shared_ptr<background> worker) requires searches {
     require(worker != nullptr, "the thread that searches strategies", "none", "one", "pass a background");
     backend_.store().searches().use(std::move(worker));

@@ -101,8 +101,8 @@ class conversations {
   // --- prompts -------------------------------------------------------------------------------------------------------
 
   template <class E>
-  void check_chunk(const Recipe& recipe, sequence_layer owner, const rows_view<const E>& q,
-                   const rows_view<const E>& k, const rows_view<const E>& v) const {
+  void check_chunk(const Recipe& recipe, sequence_layer owner, const rows_view<const E>& q, const rows_view<const E>& k,
+                   const rows_view<const E>& v) const {
     require_not_ended(owner);
     shape_.check_rows(q, k, v, k_dim, v_dim);
     const index_t given = first_other(1, k.sequences, v.sequences, q.tokens <= 0 ? 1 : q.sequences);
@@ -117,8 +117,7 @@ class conversations {
             "announce the whole prompt before its first chunk");
   }
   /// The segments of a chunk's new tokens; `boundaries` are read only where the recipe needs them.
-  segment_marks check_boundaries(sequence_layer owner, std::span<const std::uint8_t> boundaries,
-                                 index_t tokens) const {
+  segment_marks check_boundaries(sequence_layer owner, std::span<const std::uint8_t> boundaries, index_t tokens) const {
     if constexpr (!Recipe::needs_segments) return {};
     require_boundaries(boundaries, tokens);
     return {progress(owner).text, boundaries.data()};
@@ -219,9 +218,7 @@ class conversations {
   }
 
   /// Errors   a layer without prompt tokens, or with fewer than announced, or already ended: tessera::error.
-  void check_layer_end(sequence_layer owner) const {
-    require_whole_prompt(owner.id, require_not_ended(owner));
-  }
+  void check_layer_end(sequence_layer owner) const { require_whole_prompt(owner.id, require_not_ended(owner)); }
   void end_layer(sequence_layer owner) { find(owner.id).layers[std::size_t(owner.layer)].ended = true; }
 
   /// The policies of a conversation whose prompt ends now.

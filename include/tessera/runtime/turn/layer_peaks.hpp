@@ -105,8 +105,10 @@ kept_bound kept_of_layer(const Recipe&, const planned<Recipe>& policies, const m
       kept.longest = (std::max)(kept.longest, tokens);
       total += tokens;
     }
-    kept.total = retain_type::settles ? total : (std::min)(total, (std::max)(bound.total, offset_t(tail) * heads) *
-                                                                      (joins ? shape.kv_heads : 1));
+    kept.total =
+        retain_type::settles
+            ? total
+            : (std::min)(total, (std::max)(bound.total, offset_t(tail) * heads) * (joins ? shape.kv_heads : 1));
   }
   return kept;
 }

@@ -41,8 +41,7 @@ TEST_CASE("an executor takes a negative count for nothing, and small work stays 
   int runs = 0;
   workers.for_each(-1, [&](index_t, int) { ++runs; });
   CHECK(runs == 0);
-  workers.for_each(
-      50, [&](index_t, int worker) { runs += worker == 0; }, 1.0);
+  workers.for_each(50, [&](index_t, int worker) { runs += worker == 0; }, 1.0);
   CHECK(runs == 50);
 }
 

@@ -18,8 +18,8 @@ struct decode_shape {
   bool gather = false, sinks = false;
   bool by_offsets = draw(0, 1) == 1;  // of a selection, whose stride then does not say how long its rows may be
   index_t usual_row = 0;
-  index_t most_sequences = 0, max_tokens = 0;   // of the operation; 0: those of the problem
-  int multiprocessors = 0;                      // that the operation believes in; 0: the device's
+  index_t most_sequences = 0, max_tokens = 0;  // of the operation; 0: those of the problem
+  int multiprocessors = 0;                     // that the operation believes in; 0: the device's
 };
 
 constexpr index_t page = 16;

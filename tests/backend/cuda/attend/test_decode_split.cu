@@ -44,9 +44,10 @@ void try_long_rows(const decode_shape& given) {
   INFO("group " << s.group << ", tokens " << s.tokens);
   Case one(s);
   // A long row first, in the middle and last; two of them that share a block; all alike; one beside empty ones.
-  CHECK(worst_error(one, one.operation(),
-                    {{all, few, few}, {few, all, few}, {1, few, all}, {all, all - 77, few}, {all, all, all}, {0, all, 0}},
-                    nothing) < 5e-3);
+  CHECK(
+      worst_error(one, one.operation(),
+                  {{all, few, few}, {few, all, few}, {1, few, all}, {all, all - 77, few}, {all, all, all}, {0, all, 0}},
+                  nothing) < 5e-3);
 }
 
 using split_view = kv_view<const bf16, 64>;

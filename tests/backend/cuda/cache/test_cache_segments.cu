@@ -34,11 +34,13 @@ cuda::cache<method> three_segments(const std::vector<float>& channel) {
   std::vector<std::uint8_t> ends(14, 0);
   ends[5] = ends[9] = ends[13] = 1;
   std::vector<bf16> k(14 * head_dim, bf16(0.0f)), q = k;
-  for (std::size_t t = 0; t < 14; ++t) k[t * head_dim] = bf16(channel[t < 6 ? 0 : t < 10 ? 1 : 2]), q[t * head_dim] = bf16(1.0f);
+  for (std::size_t t = 0; t < 14; ++t)
+    k[t * head_dim] = bf16(channel[t < 6 ? 0 : t < 10 ? 1 : 2]), q[t * head_dim] = bf16(1.0f);
   const buffer<bf16> keys(k), queries(q);
   REQUIRE(kv.open() == 0);
-  kv.prefill(0, 0, nhd_rows<const bf16>(queries.data, 14, 1, head_dim), nhd_rows<const bf16>(keys.data, 14, 1, head_dim),
-             nhd_rows<const bf16>(keys.data, 14, 1, head_dim), nullptr, ends);
+  kv.prefill(0, 0, nhd_rows<const bf16>(queries.data, 14, 1, head_dim),
+             nhd_rows<const bf16>(keys.data, 14, 1, head_dim), nhd_rows<const bf16>(keys.data, 14, 1, head_dim),
+             nullptr, ends);
   kv.end_prefill(0, nullptr);
   return kv;
 }
@@ -62,7 +64,8 @@ struct asking {
 
 /// Of the positions that a step read, so many bytes; and a mean key for each of `segments`.
 offset_t bytes_of(index_t tokens, index_t segments) {
-  return offset_t(tokens) * method::layout_type::token_bytes() + offset_t(segments) * head_dim * offset_t(sizeof(float));
+  return offset_t(tokens) * method::layout_type::token_bytes() +
+         offset_t(segments) * head_dim * offset_t(sizeof(float));
 }
 
 }  // namespace

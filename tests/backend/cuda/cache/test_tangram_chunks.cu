@@ -331,8 +331,8 @@ TEST_CASE("a prompt that does not fit into the pool is refused before any of it 
   REQUIRE_THROWS_WITH(one.kv.announce(1, 20), contains("pages of the pool"));
   const auto small = rows_of(shape, {20});
   REQUIRE_THROWS_WITH(one.chunk(0, 1, small[0]), contains("pages of the pool"));
-  one.prompt(0, prompt);            // what was promised is there
-  method.placement.max_pages = 0;   // a prompt that is not announced may set more aside than it takes
+  one.prompt(0, prompt);           // what was promised is there
+  method.placement.max_pages = 0;  // a prompt that is not announced may set more aside than it takes
   one_cache<over_pages> alone(shape, method, 400);
   alone.prompt(0, prompt);
   for (index_t layer = 0; layer < 2; ++layer) {

@@ -148,7 +148,8 @@ TEST_CASE("a choice among slots out of order is reported by the next call; of a 
     cuda::check(cudaDeviceSynchronize(), "choice");
     std::vector<index_t> slots(12), counts(heads);
     cuda::check(cudaMemcpy(slots.data(), chosen.indices, 12 * sizeof(index_t), cudaMemcpyDeviceToHost), "cudaMemcpy");
-    cuda::check(cudaMemcpy(counts.data(), chosen.counts, heads * sizeof(index_t), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    cuda::check(cudaMemcpy(counts.data(), chosen.counts, heads * sizeof(index_t), cudaMemcpyDeviceToHost),
+                "cudaMemcpy");
     REQUIRE(counts == std::vector<index_t>(heads, 12));
     return slots;
   };

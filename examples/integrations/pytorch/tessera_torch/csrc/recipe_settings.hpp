@@ -36,8 +36,7 @@ inline void assign(const setting& given, const std::string& allowed, split_facto
 
 /// A word of an enumeration.
 template <class Word>
-requires std::is_enum_v<Word>
-void assign(const setting& given, const std::string& allowed, Word& to) {
+requires std::is_enum_v<Word> void assign(const setting& given, const std::string& allowed, Word& to) {
   const auto words = tessera::words_of(allowed);
   const auto found = std::find(words.begin(), words.end(), given.value);
   tessera::require(found != words.end(), given.name, "'" + given.value + "'", allowed, "pass one of these as a string");

@@ -6,10 +6,10 @@
 #include <utility>
 
 #include "../../../core/host/host_vector.hpp"
+#include "../../../core/plan/layer_peak.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../core/sequence_layer.hpp"
 #include "../../../recipe.hpp"
-#include "../../../core/plan/layer_peak.hpp"
 #include "../choose/lines.hpp"
 #include "../kernel/scratch.hpp"
 #include "line_attention.hpp"

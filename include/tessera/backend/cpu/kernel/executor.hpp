@@ -15,8 +15,8 @@
 
 #include "../../../core/config.hpp"
 #include "../../../core/host/float_mode.hpp"
-#include "../../../core/host/process.hpp"
 #include "../../../core/host/host_vector.hpp"
+#include "../../../core/host/process.hpp"
 #include "../../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN

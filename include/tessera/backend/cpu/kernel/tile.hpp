@@ -113,8 +113,7 @@ TESSERA_INLINE void add_values_block(const float* weights, const T* const* value
   int t = 0;
   for (; t + 8 <= tokens; t += 8) {
     for (int i = 0; i < count && prefetched.next < prefetched.end; ++i) prefetch_row<D>(*prefetched.next++);
-    [&]<int... i>(std::integer_sequence<int, i...>) { (add(t + i), ...); }
-    (std::make_integer_sequence<int, 8>{});
+    [&]<int... i>(std::integer_sequence<int, i...>) { (add(t + i), ...); }(std::make_integer_sequence<int, 8>{});
   }
   for (; t < tokens; ++t) add(t);
   for (int r = 0; r < Rows; ++r) {

@@ -6,10 +6,10 @@
 #include "../../../core/engine/choose_problem.hpp"
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/model_shape.hpp"
+#include "../../../core/plan/layer_peak.hpp"
 #include "../../../core/prompt/query_statistics.hpp"
 #include "../../../core/sequence_layer.hpp"
 #include "../../../planned.hpp"
-#include "../../../core/plan/layer_peak.hpp"
 #include "../kernel/executor.hpp"
 #include "../kernel/scratch.hpp"
 #include "../score/query_sums.hpp"
@@ -56,8 +56,8 @@ class no_observer {
   void end_turn(index_t) {}
   void copy(index_t, index_t) {}
   template <class E>
-  void observe_prompt(sequence_layer, store_type&, const planned<Recipe>&, const logit_rule&,
-                      const rows_view<const E>&, index_t, executor&) {}
+  void observe_prompt(sequence_layer, store_type&, const planned<Recipe>&, const logit_rule&, const rows_view<const E>&,
+                      index_t, executor&) {}
   template <class E>
   offset_t observe_step(index_t, sequence_layer, store_type&, const planned<Recipe>&, const logit_rule&,
                         const rows_view<const E>&, index_t, executor&) {
@@ -65,8 +65,8 @@ class no_observer {
   }
   void abandon(index_t, sequence_layer, store_type&) {}
   /// `next`: the position of the next token.
-  void complete(first_stage_problem<Recipe>& problem, sequence_layer, store_type&, const planned<Recipe>&,
-                index_t next, choice_inputs& inputs) const {
+  void complete(first_stage_problem<Recipe>& problem, sequence_layer, store_type&, const planned<Recipe>&, index_t next,
+                choice_inputs& inputs) const {
     inputs.first_position = next;
     problem.first_position = &inputs.first_position;
   }
@@ -150,8 +150,8 @@ class following_observer : public window_observer<Recipe> {
   using base = window_observer<Recipe>;
 
  public:
-  using typename base::store_type;
   using base::base;
+  using typename base::store_type;
 
   void end_turn(index_t) {}
   void copy(index_t from, index_t to) {
@@ -192,8 +192,8 @@ class stored_scores : public no_observer<Recipe> {
   using typename no_observer<Recipe>::store_type;
   using no_observer<Recipe>::no_observer;
 
-  void complete(first_stage_problem<Recipe>& problem, sequence_layer owner, store_type& store,
-                const planned<Recipe>&, index_t, choice_inputs&) const {
+  void complete(first_stage_problem<Recipe>& problem, sequence_layer owner, store_type& store, const planned<Recipe>&,
+                index_t, choice_inputs&) const {
     columns& beside = store.beside(owner);
     problem.scores = {beside.scores(), 0, 0, beside.begins().data()};
   }

@@ -63,21 +63,19 @@ struct reader_without_index {
 template <class R, class Policies>
 consteval bool check_reader() {
   static_assert(
-      requires(R & r, std::size_t entry) { r.open(entry), r.clear(entry), r.forget(entry); },
+      requires(R& r, std::size_t entry) { r.open(entry), r.clear(entry), r.forget(entry); },
       "tessera: a reader needs open(entry), clear(entry) and forget(entry)");
   static_assert(
-      requires(R & r, std::size_t entry) { r.copy(entry, entry); },
+      requires(R& r, std::size_t entry) { r.copy(entry, entry); },
       "tessera: a reader needs copy(source, target), by which fork copies the index of a sequence");
   static_assert(
       requires(const R& r, std::size_t entry, index_t n) {
         r.list_bytes(entry, n, n) + r.side_bytes() + r.bytes(entry);
-      },
-      "tessera: a reader needs list_bytes(entry, n, count), side_bytes() and bytes(entry)");
+      }, "tessera: a reader needs list_bytes(entry, n, count), side_bytes() and bytes(entry)");
   static_assert(
       requires(const R& r, const Policies& policies, const kept_bound& readable) {
         { r.upper_bound(policies, readable) } -> std::convertible_to<offset_t>;
-      },
-      "tessera: a reader needs offset_t upper_bound(policies, readable), the most that bytes(entry) can be");
+      }, "tessera: a reader needs offset_t upper_bound(policies, readable), the most that bytes(entry) can be");
   return true;
 }
 

@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "../../../core/host/host_vector.hpp"
-#include "../../../core/sequence_layer.hpp"
 #include "../../../core/plan/layer_peak.hpp"
+#include "../../../core/sequence_layer.hpp"
 #include "../store/kv_store.hpp"
 #include "candidates.hpp"
 #include "exact/exact_reader.hpp"
@@ -117,7 +117,7 @@ class reading {
     [[maybe_unused]] const std::size_t index = order_.index(owner);
     if constexpr (filters) {
       next.resize(chosen ? chosen->size()
-                          : std::size_t(reading_members(policies.first, shape_.q_heads / shape_.kv_heads)));
+                         : std::size_t(reading_members(policies.first, shape_.q_heads / shape_.kv_heads)));
       for (std::size_t m = 0; m < next.size(); ++m) {
         chosen ? next[m].assign((*chosen)[m]) : next[m].assign_all(stored.lengths(owner));
       }

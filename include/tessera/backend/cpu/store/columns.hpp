@@ -19,9 +19,7 @@ struct column_set {
   index_t mean_block = 0;  ///< slots of a block whose mean key a store of packed rows keeps; 0: none
   bool any() const { return scores || segments; }
   /// Bytes of all columns of a token whose position is stored.
-  offset_t token_bytes() const {
-    return offset_t(sizeof(index_t)) * (1 + segments) + offset_t(sizeof(float)) * scores;
-  }
+  offset_t token_bytes() const { return offset_t(sizeof(index_t)) * (1 + segments) + offset_t(sizeof(float)) * scores; }
 };
 
 /// Columns by kv_head and slot, of one layer of one sequence. Heads lie one behind the other; the caller has the

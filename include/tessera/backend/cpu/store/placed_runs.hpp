@@ -3,11 +3,11 @@
 
 #include <algorithm>
 
-#include "../../../core/plan/capacity.hpp"
 #include "../../../core/host/host_vector.hpp"
+#include "../../../core/plan/capacity.hpp"
+#include "../../../core/plan/layer_peak.hpp"
 #include "../../../core/stored/room.hpp"
 #include "../../../layout/runs.hpp"
-#include "../../../core/plan/layer_peak.hpp"
 #include "columns.hpp"
 #include "pack.hpp"
 

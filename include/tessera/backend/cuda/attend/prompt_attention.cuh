@@ -4,12 +4,12 @@
 #include <algorithm>
 
 #include "../../../core/host/host_vector.hpp"
+#include "../../../core/prompt/prompt_lines.hpp"
 #include "../../../core/sequence_layer.hpp"
 #include "../../../recipe.hpp"
-#include "prefill/line_attention.cuh"
 #include "../choose/lines/choose_lines.cuh"
-#include "../../../core/prompt/prompt_lines.hpp"
 #include "attention.cuh"
+#include "prefill/line_attention.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

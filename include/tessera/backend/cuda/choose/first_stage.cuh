@@ -12,8 +12,8 @@
 #include "../cache_options.hpp"
 #include "../device/copy.cuh"
 #include "../observe/observers.cuh"
-#include "detail/group_members.cuh"
 #include "../store/kv_store.cuh"
+#include "detail/group_members.cuh"
 #include "detail/model_counts.cuh"
 #include "score_and_choose.cuh"
 
@@ -250,8 +250,7 @@ class first_stage<Recipe, true> {
     return observer_.tail(owner, held.longest, policies);
   }
   /// Where heads choose together, the budget is given one of them.
-  token_bound bound_kept_of(const planned<Recipe>& policies, const layer_extent& layer,
-                            const token_bound& held) const {
+  token_bound bound_kept_of(const planned<Recipe>& policies, const layer_extent& layer, const token_bound& held) const {
     token_bound kept = bound_kept(policies.first.budget, layer);
     if (joins) kept.total *= shape_.kv_heads;
     return {(std::min)(kept.longest, held.longest), (std::min)(kept.total, held.total)};
@@ -273,8 +272,7 @@ class first_stage<Recipe, true> {
     return problem;
   }
   selection_view run(const planned<Recipe>& policies, choose_problem<view_type, T>& problem,
-                     const newest_rows<T>& queries, const logit_rule& rule, index_t member,
-                     cudaStream_t stream) const {
+                     const newest_rows<T>& queries, const logit_rule& rule, index_t member, cudaStream_t stream) const {
     problem.q = members_.rows(queries.q, member);
     problem.q.heads = members_.q_heads();
     problem.lse = members_.rows(queries.lse, member);

@@ -157,8 +157,8 @@ class following_observer : public no_observer<Recipe> {
   following_observer(const Recipe& recipe, const model_shape& shape, const cache_options& options,
                      const device_info& device, index_t batch)
       : base(recipe, shape, options, device, batch),
-        window_(shape.layers, options.sequences, batch, recipe.retain.scorer.window, options.step_tokens,
-                shape.q_heads, Recipe::layout_type::k_dim) {}
+        window_(shape.layers, options.sequences, batch, recipe.retain.scorer.window, options.step_tokens, shape.q_heads,
+                Recipe::layout_type::k_dim) {}
 
   static index_t queries_at_once(const Recipe& recipe, const cache_options&) { return recipe.retain.scorer.window; }
   void copy(index_t id, index_t to, cudaStream_t stream) { window_.copy(id, to, stream); }

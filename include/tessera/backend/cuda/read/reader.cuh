@@ -8,8 +8,8 @@
 #include "../../../core/sequence_layer.hpp"
 #include "../../../core/views.hpp"
 #include "../../../planned.hpp"
-#include "../store/step_table.cuh"
 #include "../cache_options.hpp"
+#include "../store/step_table.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -37,9 +37,8 @@ template <class Recipe>
 index_t max_indexed(const Recipe& recipe, const cache_options& options) {
   if (!Recipe::retain_type::drops) return options.tokens;
   index_t most = 0;
-  for_each_plan(recipe, options, [&](const stage_plan& plan) {
-    most = (std::max)({most, plan.capacity, plan.retained, plan.read});
-  });
+  for_each_plan(recipe, options,
+                [&](const stage_plan& plan) { most = (std::max)({most, plan.capacity, plan.retained, plan.read}); });
   return most;
 }
 /// Tokens of a head that an index has room for. Where tokens are dropped, it is twice what plans keep: a longer answer

@@ -9,8 +9,8 @@
 #include "extrema/detail/extrema_reader.cuh"
 #include "lists/candidates.cuh"
 #include "means/detail/block_mean_reader.cuh"
-#include "segments/segment_means.cuh"
 #include "segments/detail/segment_reader.cuh"
+#include "segments/segment_means.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

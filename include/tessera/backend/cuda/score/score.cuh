@@ -117,12 +117,12 @@ class attentive_score {
   template <class Call>
   void with_lse_kernel(const Call& call) const {
     if constexpr (!in_order) {
-      if (query_rows_ <= 16) return call(detail::lse_kernel < View, 1, 1, View::k_dim <= 128 ? 4 : stages > {});
+      if (query_rows_ <= 16) return call(detail::lse_kernel<View, 1, 1, View::k_dim <= 128 ? 4 : stages>{});
       if constexpr (View::k_dim <= 128) {
         if (query_rows_ <= 64) return call(detail::lse_kernel<View, 4, 1, stages>{});
       }
     }
-    call(detail::lse_kernel < View, 4, View::k_dim <= 128 ? 2 : 1, stages > {});
+    call(detail::lse_kernel<View, 4, View::k_dim <= 128 ? 2 : 1, stages>{});
   }
 
   template <int RowWarps, int RowTiles, int Stages>

@@ -105,7 +105,7 @@ class kv_store {
 
   /// As run_pool's.
   void hold_at_least(index_t tokens) {
-    if constexpr (requires(rows_type & stored) { stored.pool(); }) rows_.pool().hold_at_least(tokens);
+    if constexpr (requires(rows_type& stored) { stored.pool(); }) rows_.pool().hold_at_least(tokens);
     columns_.hold_at_least(tokens);
   }
   /// Plans room for `tokens` more in every head of these entries. `commit_room` makes it, or `abandon` forgets it.
@@ -153,15 +153,13 @@ class kv_store {
   /// Moves everything to new memory, for what is stored and `tokens` more in every head, and releases the old. Rows in
   /// pages stay. Errors: not enough memory; nothing has changed then.
   void resize(index_t tokens, cudaStream_t stream) {
-    if constexpr (requires(rows_type & stored) { stored.pool(); }) {
+    if constexpr (requires(rows_type& stored) { stored.pool(); }) {
       run_pool& rows = rows_.pool();
       const offset_t count = rows.rows_to_take(stored_.bounds(), tokens, tokens_),
                      columns = columns_.rows_to_take(stored_.bounds(), tokens, tokens_);
       auto planes = rows.planes_for(count), column_planes = columns_.planes_for(columns);
-      rows.move_to(
-          std::move(planes), count, [&](std::size_t p) { return rows_.begins(p); }, stream);
-      columns_.move_to(
-          std::move(column_planes), columns, [&](std::size_t p) { return begins(p); }, stream);
+      rows.move_to(std::move(planes), count, [&](std::size_t p) { return rows_.begins(p); }, stream);
+      columns_.move_to(std::move(column_planes), columns, [&](std::size_t p) { return begins(p); }, stream);
     }
   }
   /// Notes on the host that every head grew by `tokens`.
@@ -369,8 +367,7 @@ class kv_store {
     columns_.plan_run(entry, held.total + offset_t(heads_) * room, room);
   }
   bool lay_out_columns(std::size_t entry, const index_t* counts, cudaStream_t stream) {
-    return columns_.holds_planes() && columns_.lay_out(
-                                          entry, counts, [&](std::size_t p) { return begins(p); }, stream);
+    return columns_.holds_planes() && columns_.lay_out(entry, counts, [&](std::size_t p) { return begins(p); }, stream);
   }
   void set_columns(pack_problem<view_type, view_type>& problem, const offset_t* begins) const {
     if (with_.positions) problem.positions = {positions(), 0, 0, begins};

@@ -53,8 +53,7 @@ void run_within(cuda::cache<Method>& kv, const bounded_turn& turn, const capacit
 
 /// Turns in a cache with rows for everything, then each in a cache whose pool has what `bound` says and no more.
 template <class Method>
-requires runs_on_devices<Method>
-void stay_within_bound() {
+requires runs_on_devices<Method> void stay_within_bound() {
   using layout = typename Method::layout_type;
   const model_shape shape = support::called_shape<Method>({3, 4, 2});
   Method method;

@@ -12,8 +12,7 @@ namespace gpu_test {
 
 /// Steps before any prompt give the bits of a new cache, whoever had the id before.
 template <class Method>
-requires runs_on_devices<Method>
-void reopen_and_step() {
+requires runs_on_devices<Method> void reopen_and_step() {
   using T = typename Method::layout_type::element_type;
   constexpr int D = Method::layout_type::k_dim;
   const model_shape shape = support::called_shape<Method>({shrunk(2, 1), 4, 2});

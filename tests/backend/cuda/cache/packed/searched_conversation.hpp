@@ -94,8 +94,7 @@ struct searched_conversation {
     ++tokens;
   }
   void step(bool replay = true) {
-    step(
-        replay, [] {}, [] {});
+    step(replay, [] {}, [] {});
   }
   /// The segments of a layer as the device knows them.
   std::vector<cuda::device_segment> segments(index_t layer) {

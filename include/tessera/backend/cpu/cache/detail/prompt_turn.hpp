@@ -32,7 +32,7 @@ class prompt_turn {
         parts_.store.plan_observation(owner, q);
         if (choosing_layer<Recipe>(owner.layer, policies, parts_.roles) == owner.layer) {
           parts_.first.observer().observe_prompt(owner, parts_.store, policies, parts_.roles.rule(owner.layer), q,
-                                               chunk.first + k.tokens, *parts_.workers);
+                                                 chunk.first + k.tokens, *parts_.workers);
         }
         parts_.store.observe_prompt(owner, q, k.tokens);
       }
@@ -104,8 +104,7 @@ class prompt_turn {
     host_vector<choice>& choices = parts_.new_choices(layers);
     try {
       parts_.first.count_over_model(id, parts_.store, policies, parts_.roles);
-      for (index_t layer = 0; layer < layers; ++layer)
-        plan_end({layer, id}, recipe, policies, due, reach, choices);
+      for (index_t layer = 0; layer < layers; ++layer) plan_end({layer, id}, recipe, policies, due, reach, choices);
     } catch (...) {
       for (index_t layer = 0; layer < layers; ++layer) parts_.abandon({layer, id}, reach.end);
       throw;

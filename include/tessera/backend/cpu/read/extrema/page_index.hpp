@@ -110,8 +110,8 @@ class page_index {
   static page_extrema_view<T, D> view_of(page_index& index) { return index.target(); }
 
   index_t page_ = 1;
-  host_vector<index_t> filled_;   // slots of each head that are folded
-  host_vector<offset_t> begins_;  // by head, in elements
+  host_vector<index_t> filled_;      // slots of each head that are folded
+  host_vector<offset_t> begins_;     // by head, in elements
   host_vector<index_t> capacities_;  // by head, in pages
   host_vector<T> data_;
 };

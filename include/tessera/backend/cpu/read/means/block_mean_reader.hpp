@@ -110,8 +110,7 @@ class block_mean_reader : public reader_without_index<Recipe> {
 };
 
 template <class Recipe>
-requires std::same_as<typename Recipe::retrieve_type::scorer_type, block_mean>
-struct reader_of<Recipe> {
+requires std::same_as<typename Recipe::retrieve_type::scorer_type, block_mean> struct reader_of<Recipe> {
   using type = block_mean_reader<Recipe>;
 };
 

@@ -261,10 +261,7 @@ class kv_store<Layout> {
 
   /// Between two steps: replaces a segment by the result of its search, and ends a segment that is full.
   void settle(index_t id) {
-    searches_.settle(
-        id, [&](index_t layer) -> auto& {
-          return stored_[sequence_layer{layer, id}].segments;
-        });
+    searches_.settle(id, [&](index_t layer) -> auto& { return stored_[sequence_layer{layer, id}].segments; });
   }
   segment_searches<Layout>& searches() { return searches_; }
   const segment_searches<Layout>& searches() const { return searches_; }
@@ -354,8 +351,7 @@ class kv_store<Layout> {
         for (index_t i = 0; i < stored.whole[std::size_t(h)]; ++i) list.push_back(i);
       }
       const index_t whole = index_t(list.size());
-      list.resize(
-          std::size_t(prompt_ends ? tail.packed_after_prompt(whole) : tail.packed_after_step(whole)));
+      list.resize(std::size_t(prompt_ends ? tail.packed_after_prompt(whole) : tail.packed_after_step(whole)));
     }
     return due;
   }

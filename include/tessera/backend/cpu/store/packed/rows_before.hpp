@@ -49,7 +49,7 @@ class rows_of_segment {
   const float* value(index_t head, index_t slot) const { return row(&rows_before::v, Dv, head, slot); }
 
  private:
-  const float* row(host_vector<host_vector<float>> rows_before::*side, int dim, index_t head, index_t slot) const {
+  const float* row(host_vector<host_vector<float>> rows_before::* side, int dim, index_t head, index_t slot) const {
     const auto& ends = ends_[std::size_t(head)];
     const auto part = std::upper_bound(ends.begin(), ends.end(), slot) - ends.begin();
     const index_t begin = part == 0 ? 0 : ends[std::size_t(part - 1)];

@@ -123,8 +123,7 @@ __device__ __noinline__ void multiply_visible_values_aside(const std::uint32_t (
     for (int i = 0; i < Depth * 4; ++i) own[0][i / 4][i % 4] = weights[i / 4][i % 4];
 #pragma unroll
     for (int i = 0; i < 8; ++i) two[0][i / 4][i % 4] = out[pair * 2 + i / 4][i % 4];
-    multiply_visible_values<T>(
-        own, [&](int k, int, std::uint32_t(&b)[4]) { fragment(k, pair, b); }, two);
+    multiply_visible_values<T>(own, [&](int k, int, std::uint32_t(&b)[4]) { fragment(k, pair, b); }, two);
 #pragma unroll
     for (int i = 0; i < 8; ++i) out[pair * 2 + i / 4][i % 4] = two[0][i / 4][i % 4];
   }

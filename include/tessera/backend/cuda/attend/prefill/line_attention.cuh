@@ -20,7 +20,7 @@ struct line_kernel {
   static constexpr int block_rows = Kernel::block_rows, Dv = Kernel::Dv;
   static constexpr int shared_bytes = Kernel::shared_bytes + tiles::memory_bytes;
 };
-template <class View, class Out, bool Hopper = compiled_for_hopper&& fits_hopper_prefill<View>>
+template <class View, class Out, bool Hopper = compiled_for_hopper && fits_hopper_prefill<View>>
 using line_kernel_of = line_kernel<prefill_kernel_of<View, Out, Hopper>, Hopper>;
 
 template <class View, class Out>

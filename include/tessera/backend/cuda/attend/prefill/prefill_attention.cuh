@@ -66,7 +66,7 @@ index_t check_prefill(const prefill_problem<View, Out>& p, index_t sequences, in
 
 /// Which kernel a program has depends on the architecture that it was compiled for: sm_90a has more instructions. The
 /// host reads the bound on a block's threads, in which the two kernels differ.
-template <class View, class Out, bool Hopper = compiled_for_hopper&& fits_hopper_prefill<View>>
+template <class View, class Out, bool Hopper = compiled_for_hopper && fits_hopper_prefill<View>>
 using prefill_kernel_of = std::conditional_t<Hopper, prefill_hopper_kernel<View, Out>, prefill_kernel<View, Out>>;
 
 /// What the calls of prompts have in common: the kernel for Hopper or the one for all devices, with its size, and the

@@ -14,9 +14,9 @@
 #include "../../choose/first_stage.cuh"
 #include "../../read/reading.cuh"
 #include "../../store/pack.cuh"
-#include "text_marks.cuh"
 #include "rereading.cuh"
 #include "step_order.cuh"
+#include "text_marks.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -37,12 +37,12 @@ class prompt_turn {
     parts_.store.observe_prompt(owner, q, stream);
     if (choosing_layer<Recipe>(owner.layer, policies, parts_.roles) != owner.layer) return;
     parts_.first.observer().observe_prompt(owner, parts_.store, policies, parts_.roles.rule(owner.layer), q,
-                                         chunk.first + k.tokens, stream);
+                                           chunk.first + k.tokens, stream);
   }
 
   /// Called before more of a prompt is appended to a layer that chooses in chunks: the layer keeps its share so far.
-  void end_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach,
-                 index_t reconsidered, cudaStream_t stream) {
+  void end_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach, index_t reconsidered,
+                 cudaStream_t stream) {
     if (parts_.roles.follows_recipe(owner.layer) &&
         !parts_.first.keeps_everything(owner, parts_.store.bound(owner), policies)) {
       const kept_bound kept = parts_.first.bound(owner, parts_.store, policies, reach.prompt_tokens());
@@ -56,12 +56,9 @@ class prompt_turn {
 
   void attend(sequence_layer owner, const Recipe& recipe, index_t first, const rows_view<const T>& q,
               const rows_view<Out>& out, const rows_view<float>& lse, cudaStream_t stream) {
-    prefill_problem<typename parts_type::view_type, Out> problem{parts_.store.view(owner),
-                                                            q,
-                                                            set_number(parts_.chunk_position.data(), first, stream),
-                                                            parts_.roles.rule(owner.layer),
-                                                            out,
-                                                            lse};
+    prefill_problem<typename parts_type::view_type, Out> problem{
+        parts_.store.view(owner),       q,   set_number(parts_.chunk_position.data(), first, stream),
+        parts_.roles.rule(owner.layer), out, lse};
     if (!parts_.roles.follows_recipe(owner.layer)) return parts_.step_attention.prompt(problem, stream);
     if (!lse.data) problem.lse = parts_.first.observer().lse_room(q.tokens);
     parts_.prompts.attend(owner, recipe, problem, first, parts_.step_attention, stream);

@@ -120,8 +120,8 @@ class rereading<Recipe, true> {
 
  private:
   /// Raises the scores of the part's tokens to those that the queries give them, where these are larger.
-  void score(sequence_layer owner, const store_type& store, const planned<Recipe>& policies,
-             const logit_rule& rule, const rows_view<const T>& q, const reread_part& part, cudaStream_t stream) const {
+  void score(sequence_layer owner, const store_type& store, const planned<Recipe>& policies, const logit_rule& rule,
+             const rows_view<const T>& q, const reread_part& part, cudaStream_t stream) const {
     const auto& policy = policies.first.scorer;
     const all_view all = store.view(owner);
     detail::list_part_entry<all_view><<<unsigned(heads_), 256, 0, stream>>>(

@@ -45,7 +45,7 @@ class step_turn {
     advance_positions(parts_.next.data(), parts_.steps.ids(), parts_.first_position.data(), parts_.next_position.data(),
                       sequences, step.tokens, stream);
     parts_.steps.advance(parts_.store.length_column(), parts_.shape.layers, sequences, step.tokens, stream,
-                       parts_.stepped.data());
+                         parts_.stepped.data());
     parts_.read_stage.candidates().join(parts_.steps, parts_.store.length_column(), sequences, step.tokens, stream);
   }
 

@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "../../../../core/host/host_vector.hpp"
-#include "../../store/kv_store.cuh"
 #include "../../device/copy.cuh"
+#include "../../store/kv_store.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -401,8 +401,7 @@ class candidates {
     pool_.plan_run(at, (even_ ? offset_t(heads_) * held.longest : held.total) + offset_t(heads_) * room, room);
   }
   bool lay_out(std::size_t at, const index_t* counts, cudaStream_t stream) {
-    return pool_.lay_out(
-        at, even_ ? nullptr : counts, [&](std::size_t p) { return begins(p); }, stream);
+    return pool_.lay_out(at, even_ ? nullptr : counts, [&](std::size_t p) { return begins(p); }, stream);
   }
   detail::list_rows rows_of(const offset_t* begins, index_t* counts, const index_t* ids, index_t member) const {
     const bool apart = members_ > 1;

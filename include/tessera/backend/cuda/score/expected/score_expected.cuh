@@ -13,7 +13,7 @@ namespace detail {
 
 /// Which kernel a program has depends on the architecture that it was compiled for. The host reads the bound on a
 /// block's threads, in which the two kernels differ.
-template <class View, class Scorer, bool Wide = compiled_for_hopper&& fits_wide_products<View::k_dim>>
+template <class View, class Scorer, bool Wide = compiled_for_hopper && fits_wide_products<View::k_dim>>
 using expected_kernel_of =
     std::conditional_t<Wide, expected_hopper_kernel<View, Scorer>, expected_kernel<View, Scorer>>;
 

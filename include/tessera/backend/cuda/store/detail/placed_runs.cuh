@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "../../../../core/plan/capacity.hpp"
 #include "../../../../core/host/host_vector.hpp"
+#include "../../../../core/plan/capacity.hpp"
 #include "../../../../core/plan/layer_extent.hpp"
 #include "../../../../core/sequence_layer.hpp"
 #include "../../../../layout/runs.hpp"
@@ -140,9 +140,7 @@ class placed_rows<Layout, runs> {
     pool_.plan_run(entry, held.total + offset_t(heads_) * room, room);
   }
   void commit_room(std::size_t entry, const index_t* lengths, const token_bound& held, cudaStream_t stream) {
-    if (!pool_.lay_out(
-            entry, lengths, [&](std::size_t p) { return begins(p); }, stream))
-      return;
+    if (!pool_.lay_out(entry, lengths, [&](std::size_t p) { return begins(p); }, stream)) return;
     pool_.move(begins(entry), lengths, held.longest, stream);
     pool_.adopt(begins(entry), stream);
   }
@@ -155,8 +153,7 @@ class placed_rows<Layout, runs> {
   /// `problem` has what is chosen, its columns and lengths; rows move to the run that was planned.
   template <class Mover, class Problem>
   void keep(std::size_t entry, Problem problem, const Mover& mover, const token_bound&, cudaStream_t stream) {
-    pool_.lay_out(
-        entry, problem.chosen.counts, [&](std::size_t p) { return begins(p); }, stream);
+    pool_.lay_out(entry, problem.chosen.counts, [&](std::size_t p) { return begins(p); }, stream);
     problem.target.table.begin = pool_.new_begins();
     mover.new_run.run(problem, nullptr, stream);
     pool_.adopt(begins(entry), stream);
@@ -164,8 +161,7 @@ class placed_rows<Layout, runs> {
   void plan_copy(std::size_t to, const token_bound& held) { plan_keep(to, {}, held); }
   void commit_copy(std::size_t from, std::size_t to, const index_t* lengths, const token_bound& held,
                    cudaStream_t stream) {
-    pool_.copy_run(
-        from, to, lengths, held.longest, [&](std::size_t p) { return begins(p); }, stream);
+    pool_.copy_run(from, to, lengths, held.longest, [&](std::size_t p) { return begins(p); }, stream);
   }
   /// Rows were dropped in place: every head has room for `gained` more.
   void shrank(std::size_t entry, index_t gained, const token_bound&) { pool_.grew(entry, -gained); }

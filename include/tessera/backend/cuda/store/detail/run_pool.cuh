@@ -8,10 +8,10 @@
 
 #include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/plan/layer_extent.hpp"
+#include "../../../../core/plan/layer_peak.hpp"
 #include "../../../../core/selection.hpp"
 #include "../../../../core/stored/room.hpp"
 #include "../../../../core/views.hpp"
-#include "../../../../core/plan/layer_peak.hpp"
 #include "../../device/memory.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -129,8 +129,7 @@ class run_pool {
   /// Rows that the run of an entry takes at most whose heads hold at most `longest` tokens, `total` together.
   offset_t upper_bound_rows(index_t longest, offset_t total, index_t capacity) const {
     const offset_t least = offset_t(heads_) * least_held_;
-    return (std::min)(offset_t(heads_) * capacity,
-                      (std::max)(least, total + offset_t(heads_) * spare_room(longest)));
+    return (std::min)(offset_t(heads_) * capacity, (std::max)(least, total + offset_t(heads_) * spare_room(longest)));
   }
   /// The same of all runs of a sequence with these peaks, and of the place to which one of them moves.
   offset_t upper_bound_rows(const host_vector<layer_peak>& peaks, index_t capacity) const {

@@ -222,12 +222,11 @@ __device__ __forceinline__ void multiply_row(int way, int kept, const std::uint3
 #pragma unroll
   for (float& sum : sums) sum = 0;
   const auto first = std::uint32_t(queries + lane_here() % 8 * 16);
-  with_way<Tile, D>(
-      way, [&]<class Way>() __attribute__((always_inline)) {
-        using products = query_products<Way::element, Way::group>;
-        row_walk<row_layout<D>, Way, Way::group * products::stride> along(bits, first);
-        along.walk(kept, shared, row, products{shared, sums});
-      });
+  with_way<Tile, D>(way, [&]<class Way>() __attribute__((always_inline)) {
+    using products = query_products<Way::element, Way::group>;
+    row_walk<row_layout<D>, Way, Way::group * products::stride> along(bits, first);
+    along.walk(kept, shared, row, products{shared, sums});
+  });
 }
 
 /// Spreads the lane's row of values out in the tile that lies at `tile` of a block's shared memory.
@@ -236,12 +235,11 @@ __device__ __forceinline__ void spread_row(int way, int kept, const std::uint32_
                                            unsigned char* shared, int tile) {
   const int lane = lane_here();
   const auto first = std::uint32_t(tile + lane % 16 * 4 + lane / 16 * 2);
-  with_way<Tile, Dv>(
-      way, [&]<class Way>() __attribute__((always_inline)) {
-        using spread = spread_values<Tile, Way::element, Way::group>;
-        row_walk<row_layout<Dv>, Way, Way::group * spread::stride> along(bits, first);
-        along.walk(kept, shared, row, spread{shared});
-      });
+  with_way<Tile, Dv>(way, [&]<class Way>() __attribute__((always_inline)) {
+    using spread = spread_values<Tile, Way::element, Way::group>;
+    row_walk<row_layout<Dv>, Way, Way::group * spread::stride> along(bits, first);
+    along.walk(kept, shared, row, spread{shared});
+  });
 }
 
 // What a warp knows of 8 query rows while it attends tiles of 32 packed rows.
@@ -337,8 +335,7 @@ struct spread_state {
   __device__ __forceinline__ void take_values(const unsigned char* tile, const unsigned char* weights, int parts,
                                               int channels) {
     const values_taken from(tile, weights, parts);
-    with_matrices<Dv>(
-        channels, [&](int m) __attribute__((always_inline)) { take_matrix(from, m); });
+    with_matrices<Dv>(channels, [&](int m) __attribute__((always_inline)) { take_matrix(from, m); });
   }
 
   /// Adds the lanes' sums up, and writes the largest logit and the sum [8, 2] and the summed values [8, Dv]. By one

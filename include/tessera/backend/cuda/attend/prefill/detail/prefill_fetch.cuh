@@ -236,7 +236,7 @@ struct prefill_fetch : prefill_hopper_shape<View, Out> {
       if (masked) tiles.visible_bits(p, t, query, bits);
 
       // Copies a tile's keys or values, by the first lane of each warp: lanes would request boxes one after another.
-      const auto copy_boxes = [&](const CUtensorMap row_maps::*tensor, std::uint32_t to, int dim,
+      const auto copy_boxes = [&](const CUtensorMap row_maps::* tensor, std::uint32_t to, int dim,
                                   std::uint32_t barrier) {
         const CUtensorMap* map = &(maps.*tensor);
         if constexpr (Tiles::gathers) map = gathered != no_index ? &(tiles.gathered().*tensor) : map;

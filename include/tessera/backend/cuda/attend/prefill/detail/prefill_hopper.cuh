@@ -116,8 +116,8 @@ __device__ __forceinline__ void settle(float (&d)[Columns][4]) {
 namespace detail {
 
 template <class View>
-inline constexpr bool fits_hopper_prefill = (View::k_dim == 64 || View::k_dim == 128) &&
-                                            (View::v_dim == 64 || View::v_dim == 128);
+inline constexpr bool fits_hopper_prefill =
+    (View::k_dim == 64 || View::k_dim == 128) && (View::v_dim == 64 || View::v_dim == 128);
 
 /// Two groups of four warps, 64 query rows each, and four warps that fetch, in boxes of the copy engine where they can.
 /// Queries stay in registers; K and V stream through a ring of three tiles in rows of 128 bytes, their chunks exchanged

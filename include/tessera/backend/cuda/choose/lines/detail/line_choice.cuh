@@ -152,8 +152,8 @@ struct line_chooser {
     const index_t begin = slashes ? 0 : index_t(lines.stride), size = slashes ? lines.next : lines.slots;
     const auto is_line = [&](index_t i) { return !slashes || lines.slash_length(i) > 0; };
     const auto key = [&](index_t i) { return key_of(has(begin + i) ? infinity : gain(begin + i), begin + i); };
-    const unsigned long long least = select(
-        size, (unsigned long long)((max)(count, 0)), [&](index_t i) { return is_line(i) ? 1ull : 0ull; }, key);
+    const unsigned long long least =
+        select(size, (unsigned long long)((max)(count, 0)), [&](index_t i) { return is_line(i) ? 1ull : 0ull; }, key);
     for (index_t i = rank(); i < size; i += stride_of_threads) {
       if (is_line(i) && key(i) >= least) set(begin + i, true);
     }
@@ -289,8 +289,8 @@ struct line_chooser {
       return;
     }
     const auto key = [&](index_t i) { return key_of(per_entry(queues.taken[i]), queues.taken[i]); };
-    const unsigned long long least = select(
-        taken, wanted, [&](index_t i) { return in_units(gain(queues.taken[i])); }, key);
+    const unsigned long long least =
+        select(taken, wanted, [&](index_t i) { return in_units(gain(queues.taken[i])); }, key);
     for (index_t i = rank(); i < taken; i += stride_of_threads) {
       if (key(i) < least) set(queues.taken[i], false);
     }

@@ -8,9 +8,9 @@
 #include "../../../../../core/stored/page_extrema.hpp"
 #include "../../../device/copy.cuh"
 #include "../../reader.cuh"
-#include "mean_value.cuh"
 #include "../page_index.cuh"
 #include "../retrieve_by_pages.cuh"
+#include "mean_value.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

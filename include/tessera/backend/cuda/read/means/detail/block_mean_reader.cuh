@@ -56,8 +56,7 @@ class block_mean_reader : public reader_without_index<Recipe, View, Out> {
     chosen = problem.chosen;
     return true;
   }
-  static host_vector<index_t> slots(const store_type& store, sequence_layer owner,
-                                    const host_vector<index_t>& blocks) {
+  static host_vector<index_t> slots(const store_type& store, sequence_layer owner, const host_vector<index_t>& blocks) {
     return store.slots_of_blocks(owner, blocks);
   }
   offset_t attended(const planned<Recipe>&, offset_t n, const head_place& of) const {
@@ -71,8 +70,7 @@ class block_mean_reader : public reader_without_index<Recipe, View, Out> {
 };
 
 template <class Recipe, class View, class Out>
-requires std::same_as<typename Recipe::retrieve_type::scorer_type, block_mean>
-struct reader_of<Recipe, View, Out> {
+requires std::same_as<typename Recipe::retrieve_type::scorer_type, block_mean> struct reader_of<Recipe, View, Out> {
   using type = block_mean_reader<Recipe, View, Out>;
 };
 

@@ -104,9 +104,9 @@ class staged_means {
       bits_.read(shared + bits_place(stage), bits);
       const float next_scale = scale_of(tile + step + lane_here());
       float sums[2] = {};
-      with_way<Tile, D>(
-          way_, [&]<class Way>()
-                    __attribute__((always_inline)) { multiply<Way>(tile, end, shared, bits, stage, sums); });
+      with_way<Tile, D>(way_, [&]<class Way>() __attribute__((always_inline)) {
+        multiply<Way>(tile, end, shared, bits, stage, sums);
+      });
       __syncwarp();
       if (pieces_ == 0) {
         stage ^= 1;
