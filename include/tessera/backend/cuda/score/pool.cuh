@@ -114,6 +114,9 @@ class finish_scores {
         (std::max)(1, (std::min)(ceil_div(capacity, detail::pool_tile), ceil_div(8 * device.multiprocessors, rows_)));
   }
 
+  /// Numbers that the pass writes: none where it changes nothing.
+  std::size_t out_scores() const { return changes ? std::size_t(rows_) * std::size_t(capacity_) : 0; }
+
   /// Whether this scorer's last pass leaves every score unchanged, except NaN, which ranks as -infinity either way.
   static bool leaves_scores([[maybe_unused]] const Scorer& scorer) {
     if constexpr (pooling_scorer<Scorer>) {

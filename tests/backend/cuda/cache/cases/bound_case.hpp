@@ -73,7 +73,7 @@ requires runs_on_devices<Method> void stay_within_bound() {
     Method limited = method;
     if constexpr (requires { limited.placement.max_pages; }) {
       limited.placement.max_pages = index_t(bound.pages);
-    } else if (bound.pages > 0) {
+    } else if constexpr (requires { layout::placement_type::page; }) {
       tight.rows = bound.pages * layout::placement_type::page * shape.kv_heads;
     }
     cuda::cache<Method> scarce(shape, limited, tight);

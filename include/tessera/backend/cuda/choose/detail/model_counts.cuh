@@ -54,7 +54,7 @@ class model_counts<Recipe, true> {
         lengths_(std::size_t(rows())),
         begins_(lengths_.size()),
         counts_(lengths_.size()),
-        finished_(finish_.out_bytes() / sizeof(float)),
+        finished_(finish_.out_scores()),
         workspace_(allot_.workspace_bytes()) {}
 
   /// Counts what every layer that follows the recipe keeps of a sequence. Synchronises.

@@ -38,7 +38,7 @@ class retrieve_by_scores {
         finish_(sequences, shape.kv_heads, capacity, device),
         select_(recipe.retrieve.selector, rows_, capacity, device, max_read_),
         raw_(std::size_t(rows_) * std::size_t(capacity)),
-        finished_(finish_.out_bytes() / sizeof(float)),
+        finished_(finish_.out_scores()),
         indices_(std::size_t(rows_) * std::size_t(max_read_)),
         counts_(std::size_t(rows_)),
         scratch_(score_.workspace_bytes()) {}
