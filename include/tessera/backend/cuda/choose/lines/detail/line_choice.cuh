@@ -209,7 +209,7 @@ struct line_chooser {
       if (count == 0) return;
       if (leads()) batch.listed[(turn + 2) % 3] = 0;  // every thread read it in the previous turn
       sort_out(list, count, threshold, rest, batch, batch.listed[(turn + 1) % 3]);
-      team::sync();  // until here nothing has been chosen that others take for uncovered
+      team::sync();  // before it, no thread chooses a line that others still read
       const index_t taken = index_t(load(batch.taken));
       unsigned long long units = 0;
       for (index_t i = before + rank(); i < taken; i += stride_of_threads) {
@@ -252,8 +252,8 @@ struct line_chooser {
     join_most(batch.largest, most);
   }
 
-  /// Looks at the listed lines once more: a line that comes before all lines that cross it is chosen, one below the
-  /// threshold waits for another batch, the rest is listed again.
+  /// Looks at the listed lines once more. A line that comes before all lines that cross it is chosen. A line below the
+  /// threshold waits for another batch. All others are listed again.
   __device__ void sort_out(const index_t* list, index_t count, float threshold, index_t* rest, line_batch& batch,
                            unsigned& rest_count) const {
     // Lists are short, and rows lie far apart in memory, so neighbouring threads share a line.

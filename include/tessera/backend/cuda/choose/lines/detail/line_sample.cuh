@@ -11,8 +11,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// What is looked at of one sequence's chunk: the device's sampled_attention. Every pointer is a device pointer; arrays
-/// of lines have `stride` entries a query head, of which slots, or distances, come first.
+/// What is sampled of one sequence's chunk: the device's sampled_attention. Every pointer is a device pointer. Arrays
+/// of lines have `stride` entries per query head; the first ones are those of slots, or of distances.
 struct line_sample {
   index_t first, next;  // the chunk's rows have the positions [first, next)
   const index_t* rows;  // [row_count]: positions of the sampled rows, ascending
@@ -105,9 +105,9 @@ __global__ void __launch_bounds__(Threads)
   }
 }
 
-/// Logits of the sampled rows of all query heads of a kv_head: 64 rows against 64 slots a block, -infinity where a row
-/// does not see a slot; nothing of tiles that only newer rows see, but for the first. Rows are numbered by position, of
-/// all heads in turn.
+/// Logits of the sampled rows of all query heads of a kv_head, 64 rows against 64 slots per block. A logit is -infinity
+/// where a row does not see a slot. Tiles that only newer rows see are not written, except the first tile. Rows are
+/// numbered by position, all heads of a position one after another.
 template <class View>
 struct line_logits {
   using T = typename View::element_type;
