@@ -297,8 +297,9 @@ struct line_chooser {
     team::sync();
   }
 
-  /// The same of as many lines as a block has threads: each block has all keys and weights in shared memory. A line
-  /// goes if those before it are enough. The selection by digits took 15 % of a choice for them (32K, H200, CUDA 13.0).
+  /// The same for at most as many lines as a block has threads: each block has all keys and weights in shared memory. A
+  /// line is dropped if the lines before it add enough. For so few lines, the selection by digits took 15 % of a choice
+  /// (32K, H200, CUDA 13.0).
   __device__ void cut_few(unsigned long long wanted, index_t taken) const {
     __shared__ unsigned long long keys[Threads], weights[Threads];
     const index_t own = index_t(threadIdx.x);
