@@ -1,4 +1,4 @@
-// The backend of tessera::cuda::cache: what a cache on a GPU works with.
+// The backend of tessera::cuda::cache: the parts and operations of a cache on a GPU.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,7 @@ class backend {
   using default_queue = cudaStream_t;
   using output_type = Out;
 
-  /// Whether pages of one pool are shared by groups of heads.
+  /// Whether groups of heads share the pages of one pool.
   static constexpr bool in_groups = kv_store<layout>::in_groups;
 
   backend(const model_shape& shape, const Recipe& recipe, const cache_options& options)
@@ -61,7 +61,7 @@ class backend {
     parts_.order.closed(id);
     clear(id, stream);
   }
-  /// Errors   the sequence's step has layers to go, or a step of any sequence has begun and has layers to go.
+  /// Errors   the sequence's step has layers left, or a step of any sequence has begun and has layers left.
   void check_fork(index_t id) const {
     parts_.order.require_finished(id);
     parts_.order.require_none_under_way();
@@ -89,8 +89,8 @@ class backend {
     }
   }
 
-  /// Adopts another budget after everything that may fail has been made. Allocates; synchronises. Errors: a prepared
-  /// step has layers to go.
+  /// Adopts another budget, after everything that may fail has been made. Allocates; synchronises. Errors: a prepared
+  /// step has layers left.
   void follow_budget(const Recipe& changed, cudaStream_t) {
     parts_.order.require_all_finished();
     auto first = parts_.first.fit(changed, parts_.device);
@@ -143,7 +143,7 @@ class backend {
       require_rows_on_16_bytes("q", q);
   }
   void begin_prompt(index_t id, cudaStream_t stream) { parts_.store.settle({id}, true, stream); }
-  /// Sets pages that layers share aside, for all layers or for none.
+  /// Sets aside the pages that layers share, for all layers or for none.
   void expect_chunk(index_t id, index_t tokens) {
     parts_.store.require_fits({0, id}, tokens);
     parts_.store.expect(id, tokens);
@@ -231,7 +231,7 @@ class backend {
     }
     return total;
   }
-  /// The most that a new sequence with these policies and peaks takes.
+  /// An upper bound of what a new sequence with these policies and peaks takes.
   /// Errors   more than the sizes of the cache allow for one sequence: tessera::error.
   capacity upper_bound(const Recipe&, const planned<Recipe>& policies, const host_vector<layer_peak>& peaks) const {
     parts_.read_stage.require_covered(policies);
@@ -244,8 +244,8 @@ class backend {
     }
     return bound;
   }
-  /// What the pool of rows has left. All else was allocated when the cache was made; of it only what every sequence has
-  /// is counted, so that a bound that is covered has enough rows.
+  /// What is free in the pool of rows. Everything else was allocated when the cache was made. Of that, only the bytes
+  /// that every sequence takes are counted. So a sequence whose upper bound fits has enough rows.
   capacity available() const {
     capacity left = parts_.store.available();
     if (left.bytes != capacity::unlimited) left.bytes += parts_.shape.layers * bytes_of_every_layer();

@@ -12,12 +12,12 @@ namespace cuda {
 
 /// Sizes that are fixed when a cache is made. All of its memory is allocated then, none in a step.
 struct cache_options {
-  index_t sequences = 1;    ///< upper bound of those that are open at a time
+  index_t sequences = 1;    ///< upper bound of the sequences that are open at a time
   index_t tokens = 0;       ///< upper bound of the tokens that one kv_head of a sequence stores
-  offset_t rows = 0;        ///< of the pool, a row being a token of one kv_head of one layer; 0: enough for everything
+  offset_t rows = 0;        ///< rows of the pool, one per token, kv_head and layer; 0: enough for everything
   index_t step_tokens = 1;  ///< upper bound of the tokens of a decode step, 1 to 8
   index_t index_tokens =
-      0;  ///< most tokens of a kv_head whose keys are indexed at a time, in pages or by segment; 0: `tokens`,
+      0;  ///< upper bound of the tokens of a kv_head that are indexed at a time, in pages or segments; 0: `tokens`,
           ///< or, where a first stage drops tokens, twice what its plans keep and 1,024 more
   index_t first_prompt =
       0;  ///< no conversation begins with a shorter prompt: bounds the index of paged retrieval, whose

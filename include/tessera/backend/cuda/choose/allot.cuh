@@ -21,10 +21,10 @@ namespace detail {
 
 inline constexpr int allot_threads = 512;
 inline constexpr int allot_levels = 3;          // 11, 11 and 10 bits of the ordered score
-inline constexpr int allot_bins = 2048;         // of a level; the last uses half
-inline constexpr index_t allot_portion = 8192;  // scores that pay for a block's histogram
+inline constexpr int allot_bins = 2048;         // per level; the last level uses half of them
+inline constexpr index_t allot_portion = 8192;  // fewest scores that are worth a block of their own
 
-/// How many tokens a head keeps: its share, at least its tail, at most what it stores.
+/// How many tokens a head keeps: its share, but at least its tail and at most what it stores.
 __device__ inline index_t kept_of(index_t share, index_t tail, index_t tokens) {
   return (min)((max)(share, (min)(tail, tokens)), tokens);
 }
@@ -47,7 +47,7 @@ __device__ bool all_fit(const score_rows& in, index_t sequence, const Budget& po
       policy, layer_extent{asked.layer, asked.layers, in.kv_heads, in.protected_tail(sequence), in.longest(sequence)});
 }
 
-/// Shares that depend on lengths alone; one thread a row.
+/// Shares that depend on lengths alone. One thread handles one row.
 template <class Budget>
 __global__ void __launch_bounds__(128)
     allot_by_length_entry(const __grid_constant__ score_rows in, Budget of_all, layer_of asked, index_t* counts) {
@@ -69,10 +69,10 @@ __global__ void __launch_bounds__(128)
 
 /// Progress of one sequence's selection over all of its heads.
 struct allot_state {
-  unsigned prefix;     // leading bits of the score that wins last
+  unsigned prefix;     // leading bits of the lowest winning score
   unsigned remaining;  // winners left among scores with that prefix
   unsigned arrived;    // blocks of this level that are done
-  unsigned settled;    // nothing to select: everything or nothing wins
+  unsigned settled;    // 1: nothing to select, because all or none win
 };
 
 struct allot_scratch {
@@ -82,8 +82,8 @@ struct allot_scratch {
 };
 
 /// One level of the selection of the best kv_heads * base candidates of a sequence. Every block counts its scores by
-/// the level's bits. The block that arrives last finds the bits of the last winner. Histograms are by head, so the last
-/// level gives the winners of each head without another pass.
+/// the level's bits. The block that finishes last finds the bits of the lowest winner. Histograms are per head, so the
+/// last level gives the winners of each head without another pass.
 template <class Budget, int Level>
 __global__ void __launch_bounds__(allot_threads)
     allot_by_score_entry(const __grid_constant__ score_rows in, Budget of_all, layer_of asked, allot_scratch scratch,
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(allot_threads)
     remaining = state.remaining;
   }
 
-  // From the top: thread t holds `each` neighbouring bins, the highest first.
+  // From the top: thread t has `each` neighbouring bins, the highest bins first.
   constexpr int each = width / allot_threads;
   unsigned mine = 0, of_bin[each];
 #pragma unroll
@@ -184,7 +184,8 @@ __global__ void __launch_bounds__(allot_threads)
     state.prefix = Level == 0 ? chosen : (Level == 1 ? prefix << 11 | chosen : 0);
     state.remaining = left;
     if (Level == 2) {
-      // Scores equal to the last winner: the lower head first. Slots within a head do not change its count.
+      // Among scores equal to the lowest winner, the lower head comes first. Which of its slots win does not change its
+      // count.
       for (index_t h = 0; h < heads; ++h) {
         const unsigned equal = (min)(left, __ldcg(&all_bins[offset_t(first_row + h) * allot_bins + chosen]));
         left -= equal;
@@ -220,7 +221,7 @@ class budget_table<Budget> {
       : given_(budget.table()), table_(given_.data ? std::size_t(given_.layers) * std::size_t(given_.kv_heads) : 0) {
     if (!given_.data) return;
     check(cudaMemcpy(table_.data(), given_.data, table_.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
-    check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // streams of the caller's do not wait for it
+    check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // the caller's streams do not wait for it
   }
 
   /// The budget with its table on the device, as kernels read it.
@@ -241,8 +242,9 @@ class budget_table<Budget> {
 /// How many tokens every (sequence, kv_head) keeps, as cpu::choose_kept counts them: the budget's share, at least the
 /// protected tail, at most what is stored. A sequence in which no head exceeds the budget keeps everything.
 ///
-/// Shapes   counts [sequences, kv_heads] on the device. Same counts as the host's policies, ties and rounding included.
-/// Errors   another table than that of the budget that this was made with: tessera::error.
+/// Shapes   counts [sequences, kv_heads] on the device. They equal the counts of the host's policies, ties and rounding
+///          included.
+/// Errors   a budget with another table than the one that this was made with: tessera::error.
 /// Cost     a length_budget: one small launch. A winners_budget: three reads of the scores, four launches; integer
 ///          atomics only.
 template <class Budget>
@@ -261,7 +263,7 @@ class allot {
 
   std::size_t workspace_bytes() const { return by_score ? memory(*this, nullptr).bytes() : 0; }
 
-  /// `layer` of `layers`: for budgets that differ over the model's layers.
+  /// `layer` of `layers`: for budgets that differ between the model's layers.
   void run(const score_rows& in, const Budget& given, index_t layer, index_t layers, index_t* counts, void* workspace,
            cudaStream_t stream) const {
     given.check();

@@ -1,4 +1,4 @@
-// The first stage on the device: what a recipe's scorer observes of prompts and steps, and what it chooses by it.
+// The first stage on the device: what a recipe's scorer observes of prompts and steps, and what it chooses from that.
 #pragma once
 
 #include <algorithm>
@@ -118,7 +118,7 @@ class first_stage {
 
 /// Chooses by the recipe's policy.
 /// Memory   scores of sequences * kv_heads * tokens (of one sequence where steps choose nothing), remembered queries,
-///          and what scoring, budget and selection need; all of it allocated when this is made.
+///          and what scoring, budget and selection need. All of it is allocated when this is made.
 template <class Recipe>
 class first_stage<Recipe, true> {
   using layout = typename Recipe::layout_type;
@@ -180,13 +180,13 @@ class first_stage<Recipe, true> {
     counts_.allot(id, store, policies, roles, stream);
   }
 
-  /// In a model with one threshold, called after `count_over_model`.
+  /// In a model with one threshold, must be called after `count_over_model`.
   bool keeps_everything(sequence_layer owner, const token_bound& held, const planned<Recipe>& policies) const {
     if constexpr (Recipe::retain_type::over_model) return counts_.bound(owner.layer).total == held.total;
     return keeps_all(policies.first.budget, extent(owner.layer, held.longest, tail(owner, held, policies)));
   }
-  /// An upper bound of what a layer keeps when a prompt, or a chunk of it, ends; by head where lengths decide. `seen`:
-  /// how much of the turn's prompt there has been.
+  /// An upper bound of what a layer keeps when a prompt, or a chunk of it, ends. It is given by head where lengths
+  /// decide. `seen`: how much of the turn's prompt has been processed.
   kept_bound bound(sequence_layer owner, const store_type& store, const planned<Recipe>& policies,
                    [[maybe_unused]] index_t seen) const {
     if constexpr (Recipe::retain_type::over_model) {
@@ -221,8 +221,8 @@ class first_stage<Recipe, true> {
     return {run(policies, problem, queries, rule, member, stream),
             bound(owner, store, policies, reach.prompt_tokens())};
   }
-  /// Chooses what a layer of a batch keeps, or lets through, within a step. On the device, by sequence of the batch:
-  /// `ids`, and `next`, the position of the next token. The newest `added` tokens stay whatever their score.
+  /// Chooses what a layer of a batch keeps, or lets through, within a step. `ids` and `next`, the position of the next
+  /// token, lie on the device, by sequence of the batch. The newest `added` tokens stay whatever their score.
   selection_view choose_in_step(index_t layer, const index_t* ids, const store_type& store, const view_type& view,
                                 const planned<Recipe>& policies, const logit_rule& rule, const index_t* next,
                                 index_t added, index_t member, cudaStream_t stream) const {
@@ -232,8 +232,8 @@ class first_stage<Recipe, true> {
   }
 
  private:
-  /// An upper bound of the tokens that one head keeps, whatever the scores. With a plan it is known only for the prompt
-  /// that the plan is made for.
+  /// An upper bound of the tokens that one head keeps, whatever the scores. With a plan, it holds only for the prompt
+  /// that the plan was made for.
   index_t max_kept(const Recipe& recipe) const {
     if constexpr (Recipe::retain_type::plans || Recipe::retain_type::over_model) {
       return options_.tokens;

@@ -1,4 +1,4 @@
-// Scorer's last pass, budget and selection over a batch, on the device: what every kv_head keeps.
+// The scorer's last pass, the budget and the selection over a batch, on the device: what every kv_head keeps.
 #pragma once
 
 #include <algorithm>
@@ -16,11 +16,12 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// One set of slots for all heads of a layer, on the GPU: their scores become one row, and its slots go to all heads.
+// One set of slots for all heads of a layer, on the GPU: the heads' scores are joined to one row, and all heads get its
+// slots.
 
 namespace detail {
 
-/// A thread a slot; blockIdx.y a sequence. Heads are joined in order, as on the host.
+/// One thread handles one slot; blockIdx.y is the sequence. Heads are joined in order, as on the host.
 template <class Scope, int Threads>
 __global__ void __launch_bounds__(Threads)
     join_heads_entry(const __grid_constant__ score_rows in, const __grid_constant__ finished_rows out, Scope scope,
@@ -77,11 +78,11 @@ inline selection_view give_to_heads(const selection_view& of_layer, index_t sequ
   return {slots, counts, nullptr, stride};
 }
 
-// Scores that are weighted by values when it is known how many tokens a head keeps, on the GPU.
+// Weighs scores by values, on the GPU, once it is known how many tokens a head keeps.
 
 namespace detail {
 
-/// Counts the candidates of a row, and how many of them the scores alone choose. A thread a row.
+/// Counts the candidates of a row, and how many of them are chosen by scores alone. One thread handles one row.
 template <class Scorer>
 __global__ void __launch_bounds__(128)
     count_first_entry(const __grid_constant__ score_rows in, Scorer scorer, const index_t* max_retained,
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(Threads)
     to[i] = scorer.weighted(from[i], own[i]);
 }
 
-/// Gives slots that are chosen first a rank before everything else.
+/// Ranks the slots that are chosen first before all other slots.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     rank_first_entry(const __grid_constant__ select_problem first, const __grid_constant__ finished_rows out) {
@@ -183,7 +184,7 @@ struct slot_facts {
 
 namespace detail {
 
-/// Turns chosen slots, which count from the first one that competes, into slots of the head. Writes the settled slots
+/// Turns chosen slots, which count from the first competing slot, into slots of the head. Writes the settled slots
 /// before them.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
@@ -236,10 +237,10 @@ inline selection_view put_settled_first(const select_problem& problem, index_t m
 ///
 /// No allocation, no synchronisation, no length on the host.
 /// Errors   invalid shapes and parameters: tessera::error before anything is launched.
-/// Settled slots stay: budgets count them, selectors see the slots behind them.
-/// Cost     one launch for pooling where the scorer pools over more than one token, two where it sees segments, one to
-///          four for the budget, one for the selection, one more in segments and one where slots are settled; weights:
-///          see weigh_scores.
+/// Settled slots stay: budgets count them, and selectors see only the slots behind them.
+/// Cost     pooling: one launch where the scorer pools over more than one token, two where it sees segments. Budget:
+///          one to four launches. Selection: one launch, one more in segments, and one more where slots are settled.
+///          Weights: see weigh_scores.
 template <class Retain>
 class choose_kept {
   using scorer = typename Retain::scorer_type;
@@ -248,7 +249,7 @@ class choose_kept {
   using weigh = typename detail::weights_of<scorer>::type;
   using select = typename detail::selection_of<typename Retain::selector_type>::type;
   static constexpr bool in_segments = segment_selector<typename Retain::selector_type>;
-  /// Whether scores change after the scorer's last pass. Then rows are needed even where the scorer has none.
+  /// Whether scores change after the scorer's last pass. If so, rows are needed even where the scorer has none.
   static constexpr bool changes_again = segment_scorer<scorer> || weighted_scorer<scorer>;
 
  public:
@@ -266,12 +267,13 @@ class choose_kept {
   std::size_t workspace_bytes() const { return memory(*this, nullptr).bytes(); }
 
   /// Row r of the result begins at r * max_retained; it lies in the workspace. `in` may have fewer sequences than this
-  /// object was made for; where their plans differ, `in.budgets` and `in.tails` say how, by sequence.
+  /// object was made for. Where the sequences' plans differ, `in.budgets` and `in.tails` give their numbers by
+  /// sequence.
   selection_view run(const Retain& policy, const score_rows& in, index_t layer, index_t layers, void* workspace,
                      cudaStream_t stream, const slot_facts& beside = {}) const {
     const memory arrays(*this, workspace);
     float* const finished = arrays.finished;
-    // Budgets and selectors accept NaN. A pass that changes scores once more needs scores without NaN.
+    // Budgets and selectors accept NaN. A pass that changes scores further needs scores without NaN.
     const bool as_they_are = !changes_again && finish::leaves_scores(policy.scorer);
     score_rows scores = as_they_are ? in : finish_.run(in, policy.scorer, finished, stream);
     const auto changed = [&] {

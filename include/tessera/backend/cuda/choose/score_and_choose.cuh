@@ -18,7 +18,7 @@ namespace cuda {
 /// Upper bounds of later problems. Workspaces are made for them.
 struct choose_limits {
   index_t sequences = 1, kv_heads = 1, q_heads = 1;
-  index_t queries = 1;   ///< of one call, where the scorer observes a window
+  index_t queries = 1;   ///< per call, where the scorer observes a window
   index_t capacity = 1;  ///< tokens that a (sequence, kv_head) stores
   index_t retained = 0;  ///< tokens that it keeps at most (`max_retained`); 0: the capacity
 };
@@ -29,7 +29,7 @@ template <class Policy>
 index_t max_retained(const Policy& policy, index_t layers, index_t kv_heads, index_t capacity, index_t longest_tail) {
   index_t largest = (std::min)(capacity, policy.budget.tokens);
   for (index_t layer = 0; layer < layers; ++layer) {
-    // A turn of few queries has a short tail, which leaves some layers more.
+    // A turn with few queries has a short tail. With a short tail some layers keep more.
     for (const index_t tail : {0, longest_tail}) {
       largest = (std::max)(largest, bound_kept(policy.budget, {layer, layers, kv_heads, tail, capacity}).longest);
     }
@@ -38,18 +38,18 @@ index_t max_retained(const Policy& policy, index_t layers, index_t kv_heads, ind
 }
 
 /// Chooses what every (sequence, kv_head) of a batch keeps of one layer: the device's cpu::score_and_choose. The
-/// caches' first stages call it. It is made from a policy and from limits; a later policy may have another budget
-/// within them.
+/// caches' first stages call it. It is made from a policy and from limits. A later policy may have another budget
+/// within these limits.
 ///
 /// No allocation, no synchronisation, no length on the host: a recorded run can be replayed while lengths change.
-/// Returns  row r = sequence * kv_heads + head, from r * limits.retained on, in the workspace: valid until its next
-/// run.
-/// Errors   what the scorer needs is not there, more than the limits allow: tessera::error before anything is launched.
-///          Reported by a later call: positions that do not ascend (watch_order). Not seen by the host: heads of
-///          different lengths where they keep the same slots.
-/// Cost     scorers of a window: attentive_score; those by contents: score_contents, score_lagged; of statistics:
-///          score_expected. Then pooling, budget and
-///          selection: choose_kept, of one row a sequence where its heads choose together.
+/// Returns  row r = sequence * kv_heads + head begins at r * limits.retained in the workspace. It is valid until the
+///          next run.
+/// Errors   an input of the scorer is missing, or the problem exceeds the limits: tessera::error before anything is
+///          launched. A later call reports positions that do not ascend (watch_order). Not checked, because the host
+///          does not know them: heads of different lengths that keep the same slots.
+/// Cost     scoring, by kind of scorer: of a window, see attentive_score; by contents, see score_contents and
+///          score_lagged; by statistics, see score_expected. Then pooling, budget and selection: see choose_kept, with
+///          one row per sequence where its heads choose together.
 template <class View, class Policy>
 class score_and_choose {
   static_assert(check_chooses<Policy>());
@@ -112,7 +112,7 @@ class score_and_choose {
       } else {
         score_problem<View> problem;
         problem.view = p.view;
-        problem.view.order = slot_order::ascending;  // looked at above
+        problem.view.order = slot_order::ascending;  // watch_order has been called above
         problem.q = p.q;
         problem.first_position = p.first_position;
         problem.valid = p.valid;
@@ -186,7 +186,7 @@ class score_and_choose {
     if constexpr (observed == observes::window) {
       require(!p.valid || p.tails || p.tail == 0, "tail", p.tail, "0 where valid is given", "pass tails by sequence");
     } else {
-      // The host cannot know what the scorer protects of each sequence's budget.
+      // The host cannot know what the scorer protects of each sequence's own budget.
       require(!p.budgets || p.tails || policy.scorer.protected_tail(1) == policy.scorer.protected_tail(1 << 20),
               "tails", "null", "newest tokens by sequence, where budgets are given",
               "pass what the scorer protects of each budget");

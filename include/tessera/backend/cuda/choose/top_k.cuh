@@ -1,5 +1,5 @@
-// Which slots stay or are read, on the GPU: exact radix selection of tokens or blocks, one thread block or one cluster
-// a row.
+// Exact radix selection on the GPU of the tokens or blocks that stay or are read. One thread block or one cluster
+// selects in one row.
 #pragma once
 
 #include <algorithm>
@@ -28,8 +28,8 @@ struct row_numbers {
   }
 };
 
-/// Rows of scores and where their chosen slots go. Every pointer is a device pointer.
-/// Row r of scores begins at `score_offsets[r]`, or at r * score_stride without offsets; `out` alike.
+/// Rows of scores, and where their chosen slots go. Every pointer is a device pointer. Row r of scores begins at
+/// `score_offsets[r]`, or at r * score_stride without offsets; `out` likewise.
 struct select_problem {
   const float* scores = nullptr;
   offset_t score_stride = 0;
@@ -38,7 +38,8 @@ struct select_problem {
   row_numbers keep;  ///< slots to choose, the tail included; above n chooses all
   row_numbers tail;  ///< newest slots that are always chosen
   const index_t* skip =
-      /// [rows]: first slots that `n` and `keep` count but the selection skips. Slots count from there; null: none
+      /// [rows]: how many first slots the selection skips. `n` and `keep` include them; chosen slots count from behind
+      /// them. Null: none.
       nullptr;
   index_t* out = nullptr;
   offset_t out_stride = 0;
@@ -71,8 +72,8 @@ struct select_problem {
 /// How a row is searched.
 enum class row_search {
   resident,  ///< one block holds the row's keys in shared memory, or every block of a cluster a part of them
-  /// One block holds up to 8,192 keys in registers. A longer row is read once, and the keys that may still be chosen
-  /// stay in shared memory. Only for single tokens.
+  /// One block holds up to 8,192 keys in registers. It reads a longer row once, and keeps the keys that may still be
+  /// chosen in shared memory. Only for single tokens.
   streamed,
 };
 
@@ -102,7 +103,7 @@ __device__ void select_row(const select_problem& p, index_t block, index_t resid
   for (int bin = threadIdx.x; bin < radix_bins; bin += block_threads) s.histogram[bin] = 0;
   if (threadIdx.x == 0) s.trimmed = no_index, s.listed = s.few_listed = 0;
   __syncthreads();
-  wait_for_earlier();  // after the work that needs no earlier launch
+  wait_for_earlier();  // the work above needs no earlier launch
   let_later_begin();
   const int rank = block_team<Blocks>::rank();
   const index_t row = index_t(blockIdx.x) / Blocks;
@@ -141,19 +142,19 @@ __device__ void select_row(const select_problem& p, index_t block, index_t resid
     select::compact(s, part, at, [&](index_t to, index_t slot, index_t, bool) { out[to] = slot; });
   } else {
     select::load(s, part);
-    // All blocks but the last have one length, so only the last one decides how many are touched.
+    // All blocks but the last have the same length, so only the last one decides how many blocks are touched.
     const index_t last = keys.count - 1, short_length = candidates - last * block;
     const unsigned short_key = keys.key(last);
     index_t touched = ceil_div(room, block);
     cut at = select::template threshold<true>(s, part, touched, true);
-    const auto touches_last = [&] {  // the last block comes after all its equals
+    const auto touches_last = [&] {  // among equal scores the last block ranks last
       return short_key > at.key || (short_key == at.key && at.ties == at.equal);
     };
     if (touches_last() && (touched - 1) * block + short_length < room) {
       at = select::template threshold<true>(s, part, ++touched, false);
     }
     const bool last_is_whole = touches_last() && short_key != at.key;
-    // The worst of the touched blocks, the last tie, gets the tokens that the others leave.
+    // The lowest-ranked touched block (the last tie) gets the tokens that remain after the others.
     const index_t left = room - (touched - 1) * block + (last_is_whole ? block - short_length : 0);
     select::compact(s, part, at, [&](index_t to, index_t b, index_t equal_before, bool is_equal) {
       const index_t at_token = to * block - (equal_before >= at.ties ? block - left : 0);
@@ -179,7 +180,7 @@ __device__ void select_row(const select_problem& p, index_t block, index_t resid
   }
 }
 
-/// How many blocks of a multiprocessor the registers must leave room for.
+/// Blocks that must fit on a multiprocessor at a time, which limits the registers.
 template <int Blocks, class Keys, row_search Search>
 inline constexpr int blocks_together = Search == row_search::streamed ? 2
                                        : Blocks == 1                  ? 1
@@ -194,9 +195,9 @@ __global__ void __launch_bounds__(block_threads_of<Blocks, Search>, blocks_toget
 
 }  // namespace detail
 
-/// Launch shape of a selection over rows of up to `capacity` tokens, single ones or in blocks of `block` tokens.
-/// `keep`: how many rows usually keep (more gives right results too). Measured on an H200, CUDA 13.0: see the notes of
-/// the benchmark.
+/// Launch shape of a selection over rows of up to `capacity` tokens, single or in blocks of `block` tokens. `keep`: how
+/// many a row usually keeps; results are right for more too. Measured on an H200, CUDA 13.0: see the notes of the
+/// benchmark.
 inline select_tuning tune_select(index_t rows, index_t capacity, bool single, index_t block, index_t keep,
                                  const device_info& device) {
   constexpr index_t max_share = 16384;  // 64 KB: three blocks of a cluster fit on an sm_90
@@ -223,12 +224,10 @@ inline select_tuning tune_select(index_t rows, index_t capacity, bool single, in
 
 /// Runs a selector of the best tokens or blocks over rows of scores, with the results of its CPU body. Selectors with a
 /// body of their own have a specialisation below.
-///
 /// n, keep and tail are read on the device, so a captured launch can be replayed while they grow. A row longer than
 /// `capacity` gives the right result too, more slowly.
-/// Cost     one read of the scores where a cluster's shared memory holds them (131,072 tokens). For more rows than
-/// clusters
-///          pay for, one read and a sample; up to six reads more where too many scores tie at the cut.
+/// Cost     one read of the scores where a cluster's shared memory holds them (131,072 tokens). With more rows than
+///          clusters pay for: one read and a sample, and up to six more reads where too many scores tie at the cut.
 /// Errors   none on the device; any score is defined (NaN ranks last).   Workspace  none.
 template <class Selector>
 class select_slots {
@@ -307,7 +306,7 @@ class select_slots {
   select_tuning tuning_;
 };
 
-// Selectors with a body of their own, on the GPU: one thread a row runs it.
+// Selectors with a body of their own, on the GPU: one thread per row runs the body.
 
 namespace detail {
 
@@ -323,7 +322,7 @@ __global__ void __launch_bounds__(128) plain_select_entry(const __grid_constant_
 }  // namespace detail
 
 /// `select_slots` for selectors with one body for all backends.
-/// Cost     one thread a row: for cheap selections, and for those that are not worth a kernel yet.
+/// Cost     one thread per row: for cheap selections, and for those that do not yet need a kernel.
 template <class Selector>
 requires(plain_selector<Selector> && !best_units_selector<Selector>) class select_slots<Selector> {
  public:

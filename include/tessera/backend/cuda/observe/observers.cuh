@@ -1,4 +1,4 @@
-// Observers on the device: what a first stage's scorer needs to know of a conversation, by layer and sequence.
+// Observers on the device: what the scorer of a first stage observes of a conversation, by layer and sequence.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ template <class Recipe>
 using first_stage_problem = choose_problem<typename kv_store<typename Recipe::layout_type>::view_type,
                                            typename Recipe::layout_type::element_type>;
 
-/// Queries of one call of an observer that accumulates: bounds its workspace.
+/// An upper bound of the queries in one call of an observer that accumulates. It bounds the observer's workspace.
 inline constexpr index_t observed_at_once = 512;
 
 /// The observer of a recipe whose first stage chooses by position alone, or not at all. Every observer is made with
@@ -35,17 +35,17 @@ inline constexpr index_t observed_at_once = 512;
 ///   queries_at_once(recipe, options)     an upper bound of the rows of queries that one call scores
 ///   forget(id), forget(owner)            forgets what was observed of a turn, except what lasts from turn to turn
 ///   copy(from, to, stream)               copies what lasts to an id that continues another one
-///   observe_prompt(...)                  observes the queries of a chunk whose last one is at `next` - 1, after its
-///                                        tokens have been appended
-///   lse_room(tokens)                     where the attention of a prompt's newest tokens writes log-sum-exps for
-///                                        `observe_attention`; data null: nowhere
-///   observe_attention(...)               called when a layer's newest queries have been attended over all that it
-///                                        stores; `lse`: at least of the queries that `lse_room` has room for
-///   observe_step(...)                    observes the queries of a batch's step that has been attended; `ids` and
-///                                        `first_position` lie on the device
-///   queries(owner, reach, next, stream)  the queries of a prompt's choice; `next` lies on the device
-///   queries_in_step(...)                 the queries of a batch's choice
-///   tail(owner, held, policies)          the newest of `held` tokens that stay whatever their score
+///   observe_prompt(...)                  called after a chunk's tokens were appended: observes the chunk's queries,
+///                                        the last of which is at position `next` - 1
+///   lse_room(tokens)                     memory to which the attention of a prompt's newest tokens writes log-sum-exps
+///                                        for `observe_attention`; data null: it writes none
+///   observe_attention(...)               called when a layer's newest queries have attended all that it stores; `lse`:
+///                                        of at least as many queries as `lse_room` has room for
+///   observe_step(...)                    called after a batch's step has attended: observes the step's queries; `ids`
+///                                        and `first_position` lie on the device
+///   queries(owner, reach, next, stream)  the queries that a prompt's choice uses; `next` lies on the device
+///   queries_in_step(...)                 the queries that a batch's choice uses
+///   tail(owner, held, policies)          how many of the newest of `held` tokens stay whatever their score
 ///   complete(problem, store)             adds what was observed to the problem of a choice
 ///   bytes_of_layer()                     bytes that it holds for one layer of one sequence
 template <class Recipe>
@@ -83,7 +83,7 @@ class no_observer {
   offset_t bytes_of_layer() const { return 0; }
 };
 
-/// The observer of a recipe, by what its scorer observes. Each kind specialises this.
+/// The observer of a recipe, by what its scorer observes. Each kind of observation has a specialisation.
 template <class Recipe>
 struct observer_of {
   using type = no_observer<Recipe>;
@@ -92,7 +92,8 @@ struct observer_of {
 /// Observes the last queries of a turn's prompt, until it ends.
 ///
 /// A choice could take its rows' log-sum-exps from the prompt's attention, which covers the same keys. It does so only
-/// where chunks change results anyway: attention of few rows is split, so bits would depend on a prompt's chunks.
+/// where chunks change results anyway. The reason: attention of few rows is split over the keys, so the bits would
+/// depend on how a prompt is cut into chunks.
 template <class Recipe>
 class window_observer : public no_observer<Recipe> {
   using base = no_observer<Recipe>;
@@ -146,7 +147,7 @@ class window_observer : public no_observer<Recipe> {
   device_buffer<index_t> position_{1};
 };
 
-/// Observes the newest queries of a conversation, those of steps included, as long as it lasts.
+/// Observes the newest queries of a conversation, in prompts and in steps, as long as the conversation lasts.
 template <class Recipe>
 class following_observer : public no_observer<Recipe> {
   using base = no_observer<Recipe>;
@@ -195,7 +196,8 @@ requires(Recipe::retain_type::observed == observes::window) struct observer_of<R
   using type = std::conditional_t<Recipe::retain_type::follows, following_observer<Recipe>, window_observer<Recipe>>;
 };
 
-/// A score beside each token that does not come from queries of the cache (KVzip's second reading).
+/// Holds a score beside each token. The scores do not come from the queries of prompts and steps (KVzip's second
+/// reading).
 template <class Recipe>
 class stored_scores_observer : public no_observer<Recipe> {
  public:
@@ -208,7 +210,7 @@ class stored_scores_observer : public no_observer<Recipe> {
   }
 };
 
-/// Adds the weights of every query to the scores that lie beside the tokens.
+/// Adds the weights of every query to the scores that are stored beside the tokens.
 template <class Recipe>
 class accumulating_observer : public stored_scores_observer<Recipe> {
   using base = stored_scores_observer<Recipe>;
@@ -331,7 +333,7 @@ class statistics_observer : public no_observer<Recipe> {
   device_buffer<query_statistics> statistics_{1};
 };
 
-/// The observer of a scorer that goes by statistics of queries.
+/// The observer of a scorer that uses statistics of queries.
 template <class Recipe>
 requires(Recipe::retain_type::observed == observes::statistics) struct observer_of<Recipe> {
   using type = statistics_observer<Recipe>;

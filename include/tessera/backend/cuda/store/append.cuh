@@ -13,12 +13,14 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// Numbers the segments of new tokens on the GPU: flags become numbers in a column beside the tokens.
+// Numbers the text segments of new tokens on the GPU: flags at segment ends become numbers in a column beside the
+// tokens.
 
 namespace detail {
 
-/// A block a sequence: a thread a token, tile by tile. A run is what lies between two flags; it is cut after
-/// max_segment_tokens. So a token's number follows from its index in the run and from the pieces of earlier runs.
+/// One block numbers one sequence, tile by tile, with one thread per token. A run ends with a flagged token and is cut
+/// into pieces of max_segment_tokens tokens. A token's number is the number of all earlier pieces plus the index of its
+/// piece in its own run.
 template <int Threads, class View, class E>
 __global__ void __launch_bounds__(Threads) number_segments_entry(const __grid_constant__ append_problem<View, E> p) {
   constexpr int warps = Threads / 32;
@@ -39,7 +41,7 @@ __global__ void __launch_bounds__(Threads) number_segments_entry(const __grid_co
     const unsigned of_warp = __ballot_sync(~0u, flag);
     if (lane == 0) flags[warp] = of_warp;
     __syncthreads();
-    // Behind the last flag before this token, of its warp or of an earlier one.
+    // The index behind the last flag before this token, in its own warp or in an earlier one.
     const auto behind_last = [&](int w, unsigned earlier) {
       while (earlier == 0 && w > 0) earlier = flags[--w];
       return earlier ? first + w * 32 + 32 - __clz(earlier) : run;
@@ -73,10 +75,10 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Fills the segment column for the tokens that `problem` appends, and advances its texts. Called before the lengths
-/// advance. The numbers are those of segment_cursor::advance. `overlaps`: from sm_90 on it begins while the previous
-/// launch on the stream ends, and lets the next one begin.
-/// Cost     one launch: a block a sequence, which reads a byte a token.
+/// Fills the segment column for the tokens that `problem` appends, and advances its texts. Must be called before the
+/// lengths advance. The numbers equal those of segment_cursor::advance. `overlaps`: from sm_90 on the launch begins
+/// while the previous one on the stream ends, and the next one may begin before this one ends.
+/// Cost     one launch with one block per sequence, which reads one byte per token.
 template <class View, class E>
 void number_segments(const append_problem<View, E>& problem, bool overlaps, cudaStream_t stream) {
   constexpr int threads = 256;
@@ -93,7 +95,7 @@ inline constexpr int append_threads = 256;
 inline constexpr int append_chunk = 8;  // elements that one thread converts at a time
 inline constexpr int in_flight = 4;     // chunks of a thread
 
-/// Eight elements as they lie in memory, fetched before they are used.
+/// The bits of eight stored elements, loaded before they are used.
 template <class E>
 struct raw_chunk {
   static constexpr int words = append_chunk * int(sizeof(E)) / 16;
@@ -128,8 +130,8 @@ struct raw_chunk {
   }
 };
 
-/// Two 16-bit elements after the CPU's round trip through fp32. It changes only NaN: made quiet, and in fp16 all the
-/// same.
+/// Two 16-bit elements as a round trip through fp32 on the CPU leaves them. It changes only NaN, which becomes quiet;
+/// in fp16 every NaN also gets the same payload.
 template <class T>
 __device__ std::uint32_t quieted(std::uint32_t pair) {
   constexpr std::uint32_t highest = std::is_same_v<T, bf16> ? 0x7f807f80u : 0x7c007c00u;
@@ -171,7 +173,7 @@ __device__ index_t tokens_of(const append_problem<View, E>& p, index_t sequence)
   return p.new_tokens ? (min)((max)(p.new_tokens[sequence], 0), p.k.tokens) : p.k.tokens;
 }
 
-/// The part that one column of blocks appends: a sequence, or one of its heads where heads have lengths of their own.
+/// What the blocks of one blockIdx.x append: a sequence, or one kv_head of it where heads have lengths of their own.
 struct append_share {
   index_t sequence, first_head, heads, tokens, length;
 
@@ -195,8 +197,8 @@ struct append_share {
     }
     if (p.scores.data) p.scores.entry(sequence, head, p.view.kv_heads, slot) = 0;
   }
-  /// Advances the length where one block has the whole part. Else advance_entry does, because other blocks still read
-  /// the length.
+  /// Advances the length if a single block appends the whole part. Otherwise other blocks still read the length, and
+  /// advance_entry advances it.
   template <class View, class E>
   __device__ void advance(const append_problem<View, E>& p) const {
     if (gridDim.y > 1 || !p.lengths) return;
@@ -207,8 +209,8 @@ struct append_share {
   }
 };
 
-/// Lets the next launch, usually attention, be set up while rows are appended, and appending while the previous launch
-/// ends.
+/// Where launches overlap: waits for the previous launch, then lets the next one, usually attention, be set up while
+/// rows are appended.
 __device__ __forceinline__ void begin_append(bool overlaps) {
   if (!overlaps) return;
   wait_for_earlier();
@@ -263,8 +265,8 @@ __global__ void __launch_bounds__(append_threads)
   share.advance(p);
 }
 
-/// The same for encoded rows. Neighbouring lanes share a row, because its scale depends on all of it. The bits are
-/// those of encode_row.
+/// The same for encoded rows. Neighbouring lanes encode a row together, because its scale depends on all of its
+/// elements. The bits equal those of encode_row.
 template <class View, class E>
 __global__ void __launch_bounds__(append_threads)
     append_encoded_entry(const __grid_constant__ append_problem<View, E> p, bool aligned_from, bool aligned_to,
@@ -279,7 +281,7 @@ __global__ void __launch_bounds__(append_threads)
   const offset_t rows = offset_t(share.tokens) * share.heads * 2;  // of K and V in turn
   for (offset_t first = offset_t(blockIdx.y) * rows_at_once; first < rows;
        first += offset_t(gridDim.y) * rows_at_once) {
-    const offset_t i = (min)(first + threadIdx.x / lanes, rows - 1);  // all lanes take part below
+    const offset_t i = (min)(first + threadIdx.x / lanes, rows - 1);  // all lanes join lanes_max
     const bool is_key = i % 2 == 0, mine = first + threadIdx.x / lanes < rows;
     const index_t token = index_t(i / 2) / share.heads, head = share.first_head + index_t(i / 2) % share.heads;
     const index_t slot = share.length + token;
@@ -308,7 +310,7 @@ __global__ void __launch_bounds__(append_threads)
       alignas(16) stored elements[append_chunk];
 #pragma unroll
       for (int d = 0; d < append_chunk; ++d) {
-        const float x = chunk.value(d);  // the device's quotient of a NaN would lose its sign
+        const float x = chunk.value(d);  // on the device, division would lose a NaN's sign
         elements[d] = static_cast<stored>(encoding::scaled && x == x ? x / scale : x);
       }
       if (aligned_to && sizeof(stored) == 1) {
@@ -343,17 +345,18 @@ __global__ void __launch_bounds__(append_threads) advance_entry(const __grid_con
 
 /// Appends new K and V rows of every (sequence, kv_head) in the view's format, and advances the lengths on the device.
 ///
-/// Lengths are per (sequence, head), or per sequence with length_strides.head 0. One launch for a decode step's few
-/// tokens, a second tiny one for a prefill chunk, one more where segments are numbered.
-/// Errors   shapes, memory and scales, as far as the host knows them: tessera::error, before anything is launched. A
-/// later
-///          call reports new positions that do not follow the stored ones, as it does watch_order's findings, unless
-///          the view's `order` says that they ascend.
-/// Workspace  none.   Cost  reads and writes each new row once.
+/// Lengths are per (sequence, head), or per sequence where length_strides.head is 0.
+/// Errors   invalid shapes, memory and scales, as far as the host knows them: tessera::error, before anything is
+///          launched. A later call reports new positions that do not follow the stored ones, as it reports
+///          watch_order's findings. Where the view's `order` says that positions ascend, they are not checked.
+/// Workspace  none.
+/// Cost     reads and writes each new row once. One launch for the few tokens of a decode step; a second, tiny one for
+///          a prefill chunk; one more where segments are numbered.
 template <class View, class E>
 class append {
  public:
-  /// `overlaps`: from sm_90 on a launch begins while the previous one on the stream ends, and lets the next one begin.
+  /// `overlaps`: from sm_90 on the launch begins while the previous one on the stream ends, and the next one may begin
+  /// before this one ends.
   append(index_t sequences, index_t kv_heads, bool overlaps = true)
       : sequences_(sequences), kv_heads_(kv_heads), overlaps_(overlaps) {
     require(sequences >= 0 && kv_heads >= 1, "kv_heads", kv_heads, "1 or more", "pass the model's head count");
@@ -378,7 +381,7 @@ class append {
     const index_t groups = p.view.sequences * (p.view.length_strides.head ? kv_heads_ : 1);
     const offset_t rows = offset_t(p.k.tokens) * (p.view.sequences * kv_heads_ / groups);
     const offset_t work = rows * ((View::k_dim + View::v_dim) / detail::append_chunk);
-    // Up to eight rounds of one block: shorter than a second launch.
+    // A single block does up to eight rounds of a part: that takes less time than a second launch.
     const offset_t blocks =
         work <= 8 * detail::append_threads
             ? 1

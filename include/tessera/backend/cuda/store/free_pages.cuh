@@ -1,4 +1,4 @@
-// Pages that an eviction leaves empty, on the device.
+// Finds the pages that an eviction leaves empty, on the device.
 #pragma once
 
 #include <string>
@@ -11,7 +11,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A warp has a table row.
+/// One warp handles one table row.
 template <class View>
 __global__ void __launch_bounds__(32) free_pages_entry(const __grid_constant__ free_pages_problem<View> p) {
   const index_t row = blockIdx.x, lane = threadIdx.x, tables = p.view.table.tables(p.view.kv_heads);
@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(32) free_pages_entry(const __grid_constant__ f
 /// Finds the pages that no head of a table row needs any more: the device's cpu::free_pages. Pages are freed from the
 /// end of a row. The table itself does not change, because the engine decides who owns a page.
 /// Shapes   as free_pages_problem says.
-/// Errors   invalid shapes: tessera::error. Not seen by the host: `held` above the length of a row of `freed`.
+/// Errors   invalid shapes: tessera::error. Not checked, because the host does not know it: a page count above the
+///          length of a row of `freed`.
 /// Cost     one launch, no workspace.
 template <class View>
 void free_pages(const free_pages_problem<View>& p, cudaStream_t stream) {

@@ -28,7 +28,7 @@ void gather_rows(const T* by_id, const index_t* ids, index_t count, index_t widt
   detail::move_rows_by_id(const_cast<T*>(by_id), ids, count, width, rows, false, stream);
 }
 
-/// by_id[ids[i]] = rows[i]: copies lengths that a call has changed back.
+/// by_id[ids[i]] = rows[i]: copies back the lengths that a call has changed.
 template <class T>
 void scatter_rows(const T* rows, const index_t* ids, index_t count, index_t width, T* by_id, cudaStream_t stream) {
   detail::move_rows_by_id(by_id, ids, count, width, const_cast<T*>(rows), true, stream);

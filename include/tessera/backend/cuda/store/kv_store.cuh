@@ -30,7 +30,7 @@ struct column_set {
   bool positions = false;  ///< where tokens are dropped
   bool scores = false;     ///< of scorers that accumulate
   bool segments = false;   ///< which segment of the text a token belongs to
-  index_t mean_block = 0;  ///< packed rows whose mean key lies beside them; 0: none
+  index_t mean_block = 0;  ///< packed rows that share a stored mean key; 0: no means
   std::size_t count() const { return std::size_t(positions) + std::size_t(scores) + std::size_t(segments); }
 };
 
@@ -40,9 +40,9 @@ struct new_segments {
   segment_cursor* texts = nullptr;           ///< [sequences]
 };
 
-/// Tokens of every (layer, sequence), heads of uneven length, slots in position order. The layout says what a token
-/// takes and where its rows lie. Positions (where tokens are dropped), scores (where they accumulate) and segments
-/// (where a recipe reads them) are columns in runs.
+/// Stores the tokens of every (layer, sequence). Heads may store different numbers of tokens. Slots are in position
+/// order. The layout decides what a token takes and where its rows lie. Positions (where tokens are dropped), scores
+/// (where they accumulate) and segments (where a recipe reads them) are columns in runs.
 ///
 /// The device holds lengths and addresses; the host holds bounds only. All calls of one store follow one another on one
 /// stream. Calls that need room plan it for every entry first: when they throw, nothing has changed.
@@ -74,7 +74,7 @@ class kv_store {
         lengths_(layers, sequences, kv_heads),
         begins_(layers, sequences, kv_heads) {}
 
-  /// Whether pages of one pool are shared by groups of heads.
+  /// Whether groups of heads share the pages of one pool.
   static constexpr bool in_groups = requires(const rows_type& rows) { rows.groups(); };
 
   index_t kv_heads() const { return heads_; }
@@ -83,11 +83,11 @@ class kv_store {
   host_vector<index_t> held_by_head(sequence_layer owner) const { return stored_.by_head(order_.index(owner)); }
   index_t* lengths(sequence_layer owner) const { return lengths_.entry(owner); }
 
-  /// One sequence of a layer.
+  /// A view of one sequence of a layer.
   view_type view(sequence_layer owner) const {
     return with_columns(rows_.view(owner), lengths_.entry(owner), begins_.entry(owner));
   }
-  /// The batch that the step table gathered.
+  /// A view of the batch that the step table gathered.
   view_type batch_view(index_t layer, index_t batch) const {
     return with_columns(rows_.batch_view(layer, batch), lengths_.batch(layer), begins_.batch(layer));
   }
@@ -103,7 +103,7 @@ class kv_store {
     require_tokens_of_head(offset_t(bound(owner).longest) + tokens, tokens_);
   }
 
-  /// As run_pool's.
+  /// See run_pool::hold_at_least.
   void hold_at_least(index_t tokens) {
     if constexpr (requires(rows_type& stored) { stored.pool(); }) rows_.pool().hold_at_least(tokens);
     columns_.hold_at_least(tokens);
@@ -150,8 +150,8 @@ class kv_store {
   }
   const rows_type& rows() const { return rows_; }
   rows_type& rows() { return rows_; }
-  /// Moves everything to new memory, for what is stored and `tokens` more in every head, and releases the old. Rows in
-  /// pages stay. Errors: not enough memory; nothing has changed then.
+  /// Moves all rows to new memory, which holds what is stored and `tokens` more in every head, and releases the old
+  /// memory. Rows in pages stay. Errors: not enough memory; then nothing has changed.
   void resize(index_t tokens, cudaStream_t stream) {
     if constexpr (requires(rows_type& stored) { stored.pool(); }) {
       run_pool& rows = rows_.pool();
@@ -198,11 +198,11 @@ class kv_store {
     append<view_type, T>(view.sequences, heads_).run(problem, nullptr, stream);
   }
 
-  /// What moves rows: of one sequence, and in steps of `batch` sequences, at most `kept` tokens a head. `adopt` puts it
-  /// in place.
+  /// Makes the operations that move rows, of one sequence and, in steps, of `batch` sequences. They keep at most `kept`
+  /// tokens per head. `adopt` makes them the store's operations.
   movers fit(index_t batch, index_t kept, const device_info& device) const {
     movers fitted{{1, heads_, kept, device}, {batch, heads_, kept, device}, {}};
-    fitted.scratch = device_buffer<unsigned char>(fitted.in_place.workspace_bytes());  // zeros, as it begins
+    fitted.scratch = device_buffer<unsigned char>(fitted.in_place.workspace_bytes());  // made as zeros: no `prepare`
     return fitted;
   }
   void adopt(movers&& fitted) { movers_.emplace(std::move(fitted)); }
@@ -243,7 +243,7 @@ class kv_store {
       if (columns_.holds_planes()) columns_.adopt(begins(entry), stream);
     }
   }
-  /// The same for a batch, within the rows' own memory; it can be recorded. The view's lengths shrink; see `shrank`.
+  /// The same for a batch, in place; it can be recorded. The view's lengths shrink: see `shrank`.
   void keep_in_place(const view_type& batch, const selection_view& chosen, cudaStream_t stream) const {
     pack_problem<view_type, view_type> problem{batch, chosen, batch};
     set_columns(problem, batch.position_begin);
@@ -257,8 +257,8 @@ class kv_store {
     rows_.shrank(entry, gained, stored_.tokens(entry));
     if (columns_.holds_planes()) columns_.grew(entry, -gained);
   }
-  /// The same for rows that are dropped after room for new tokens was made. Nothing is released, because that room lies
-  /// among the dropped rows.
+  /// The same for rows that are dropped after room for new tokens was made. No memory is released, because that room
+  /// lies among the dropped rows.
   void dropped(sequence_layer owner, const token_bound& kept, index_t gained) {
     const std::size_t entry = order_.index(owner);
     stored_.shrank(entry, kept);
@@ -289,7 +289,7 @@ class kv_store {
     }
   }
 
-  /// The lengths by id. Those of the batch that a step has changed are scattered back to them; the host's part of a
+  /// Lengths by id. Lengths of the batch that a step changes are scattered back to this column. The host's part of a
   /// step advances the others.
   const id_column<index_t>& length_column() const { return lengths_; }
 
@@ -339,7 +339,7 @@ class kv_store {
   offset_t bytes(sequence_layer owner) const {
     return rows_.bytes(order_.index(owner)) + columns_.rows(order_.index(owner)) * columns_.row_bytes();
   }
-  /// The most that a new sequence with these peaks takes; the rows that there are. Columns always have enough memory.
+  /// An upper bound of what a new sequence with these peaks takes. Columns always have enough memory.
   capacity upper_bound(const host_vector<layer_peak>& peaks) const {
     const capacity rows = rows_.upper_bound(peaks);
     return {rows.bytes + columns_.upper_bound_rows(peaks, tokens_) * columns_.row_bytes(), rows.pages};
@@ -389,7 +389,7 @@ class kv_store {
   rows_type rows_;
   run_pool columns_;
   id_column<index_t> lengths_;
-  id_column<offset_t> begins_;  // of the columns
+  id_column<offset_t> begins_;  // where a head's columns begin
   std::optional<movers> movers_;
 };
 

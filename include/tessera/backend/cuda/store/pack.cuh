@@ -58,27 +58,27 @@ namespace detail {
 inline constexpr int pack_threads = 256;
 inline constexpr int max_pack_rows = 4096;
 
-/// Scratch of the in-place gather: tickets, and a mark per tile when its rows have been read.
+/// Scratch of the in-place gather: tickets, and for every tile a mark that its rows have been read.
 struct pack_scratch {
   unsigned* ticket;
   unsigned* finished;
-  unsigned* epoch;  // marks of earlier runs are older, so nobody clears them
+  unsigned* epoch;  // the mark of a run; earlier runs' marks differ, so none is cleared
   unsigned* read;   // [tiles]
   offset_t tiles;
 };
 
-/// Gathers tile by tile, a tile being consecutive targets of one (sequence, head).
+/// Gathers tile by tile. A tile is a range of consecutive target slots of one (sequence, head).
 ///
-/// In place: sources ascend and never lie below their target, so what tile t overwrites is read by tiles up to t. Each
-/// tile reads all of its rows and says so. It then waits for the (at most two) earlier tiles whose sources lie under
-/// its targets, and only then writes. Reading never waits, so there is no chain. A ticket hands tiles out in order: a
-/// tile that another one waits for is already running, on any number of resident blocks.
+/// In place: sources ascend and never lie below their target. So only tiles up to t read what tile t overwrites. Each
+/// tile first reads all of its rows and sets its mark. It then waits for the marks of the (at most two) earlier tiles
+/// whose sources lie under its targets, and only then writes. Reading never waits, so waits do not chain. Tickets hand
+/// out tiles in order. So a tile that another one waits for is already running, on any number of resident blocks.
 template <class From, class To, bool Aligned, bool InPlace>
 struct pack_kernel {
-  using T = typename From::encoding_type::stored_type;  // moved as it lies there
+  using T = typename From::encoding_type::stored_type;  // moved without conversion
   static constexpr bool scaled = From::encoding_type::scaled;
   static constexpr int D = From::k_dim, Dv = From::v_dim, per_chunk = 16 / int(sizeof(T));
-  static constexpr int k_chunks = D / per_chunk, chunks = k_chunks + Dv / per_chunk;  // of 16 bytes, of one token
+  static constexpr int k_chunks = D / per_chunk, chunks = k_chunks + Dv / per_chunk;  // 16-byte chunks of a token
   static constexpr int max_tile = 2048 / chunks;
   static constexpr int tile = max_tile >= 128  ? 128
                               : max_tile >= 64 ? 64
@@ -101,7 +101,7 @@ struct pack_kernel {
 
   __device__ static uint4 load(const T* from, offset_t stride) {
     if constexpr (Aligned) {
-      return __ldcg(reinterpret_cast<const uint4*>(from));  // past L1, which may hold what others overwrite
+      return __ldcg(reinterpret_cast<const uint4*>(from));  // not from L1, which may hold stale rows
     } else {
       uint4 chunk;
       std::uint32_t word[4];
@@ -185,10 +185,10 @@ struct pack_kernel {
         if (p.scores.data) score = p.source_scores.entry(b, h, heads, slot);
         if (p.segments.data) segment = p.source_segments.entry(b, h, heads, slot);
         if constexpr (scaled) k_scale = p.source.key_scale(b, h, slot), v_scale = p.source.value_scale(b, h, slot);
-        // Sources ascend strictly: if the last one stays where it is, all before it do.
+        // Sources ascend strictly. So if the last one stays where it is, all before it stay too.
         if (InPlace && thread == used - 1) s.moves = slot != first + thread;
       }
-      __syncthreads();  // also: everybody has read next_ticket
+      __syncthreads();  // also: every thread has read next_ticket
       const bool moves = !InPlace || s.moves;
 
       uint4 chunk[thread_chunks];
@@ -215,11 +215,11 @@ struct pack_kernel {
                 first_where_in_warp(first + used, lane, [&](index_t i) { return __ldg(slots + i) >= first; }) / tile;
           }
         }
-        __threadfence();  // what this thread has read, it has read before the mark can be seen
+        __threadfence();  // this thread's reads are done before the mark can be seen
         __syncthreads();
         if (thread == 0) store_release(scratch.read + id, s.epoch);
         if (warp == 0 && moves) {
-          // Targets [first, first + used) hold at most `tile` sources: two tiles at most.
+          // At most `tile` sources lie in [first, first + used), so they belong to at most two tiles.
           const index_t mine = first / tile, other = earlier + lane;
           if (lane < 2 && other < mine) {
             while (load_acquire(scratch.read + id - mine + other) != s.epoch) __nanosleep(64);
@@ -251,11 +251,11 @@ struct pack_kernel {
           p.target.scales.k[at] = k_scale, p.target.scales.v[at] = v_scale;
         }
       }
-      __syncthreads();  // the addresses are free again
+      __syncthreads();  // the addresses in shared memory may be overwritten
     }
     if (InPlace && thread == 0) {
       __threadfence();
-      if (atomicAdd(scratch.finished, 1u) == gridDim.x - 1) {  // the last block leaves the scratch as it was found
+      if (atomicAdd(scratch.finished, 1u) == gridDim.x - 1) {  // the last block resets the scratch
         *scratch.ticket = 0;
         *scratch.finished = 0;
         store_release(scratch.epoch, s.epoch);
@@ -272,12 +272,12 @@ __global__ void __launch_bounds__(pack_threads, 4)
 
 }  // namespace detail
 
-/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one: rows
-/// as they are stored, with their scales, positions, scores and segments, behind any tables.
+/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one. Rows
+/// are copied as they are stored, with their scales, positions, scores and segments. Either view may have page tables.
 ///
-/// In place (`InPlace`, `to` over the memory of `from`): safe in any order of blocks, because the selection ascends.
-/// Counts are read on the device; a captured launch can be replayed while they change. In-place runs that share a
-/// workspace must follow one another on one stream; `prepare` it once.
+/// In place (`InPlace`: the target has the source's memory), blocks may run in any order, because the selection
+/// ascends. In-place runs that share a workspace must follow one another on one stream. `prepare` the workspace once.
+/// Counts are read on the device, so a captured launch can be replayed while they change.
 /// Cost     reads and writes each chosen row once, 16 bytes at a time where rows are 16-byte aligned with dim stride 1.
 template <class From, class To, bool InPlace = false>
 class pack {
@@ -286,7 +286,7 @@ class pack {
                 "tessera: pack copies rows between views of one encoding and head dims");
 
  public:
-  /// `capacity`: how many tokens one (sequence, kv_head) may keep at most.
+  /// `capacity`: an upper bound of the tokens that one (sequence, kv_head) keeps.
   pack(index_t sequences, index_t kv_heads, index_t capacity, const device_info& device) : rows_(sequences * kv_heads) {
     require(rows_ <= detail::max_pack_rows, "sequences * kv_heads", rows_,
             "at most " + std::to_string(detail::max_pack_rows), "split the batch");
@@ -300,7 +300,7 @@ class pack {
 
   std::size_t workspace_bytes() const { return InPlace ? (4 + std::size_t(tiles_)) * sizeof(unsigned) : 0; }
 
-  /// Clears the workspace; once, before the first run.
+  /// Clears the workspace. Called once, before the first run.
   void prepare(void* workspace, cudaStream_t stream) const {
     if (InPlace) check(cudaMemsetAsync(workspace, 0, workspace_bytes(), stream), "cudaMemsetAsync(pack workspace)");
   }

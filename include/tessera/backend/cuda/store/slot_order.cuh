@@ -1,4 +1,4 @@
-// Whether an engine's positions ascend by slot, on the GPU: checked beside the work, reported by a later call.
+// Checks on the GPU whether an engine's positions ascend by slot; a later call reports what was found.
 #pragma once
 
 #include <string>
@@ -10,15 +10,15 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A slot whose position is not larger than the previous slot's: a bit 1, then 20 bits of the sequence, 12 of the
-/// kv_head and 31 of the slot. 0: none was found.
+/// Names a slot whose position is not larger than the previous slot's. From the highest bit down: a bit 1, 20 bits of
+/// the sequence, 12 of the kv_head, 31 of the slot. 0: no such slot was found.
 using disorder_word = volatile unsigned long long*;
 
 /// The word of page-locked memory, one for the process, that kernels write findings to.
 class found_disorder {
  public:
   found_disorder() {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // the first call may be recorded
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // the first call may come during a capture
     check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
     void* memory = nullptr;
     const cudaError_t status =
@@ -81,9 +81,9 @@ __global__ void __launch_bounds__(Threads) find_disorder_entry(position_rows of,
 
 }  // namespace detail
 
-/// Checks whether a view's positions ascend, where the view does not say so, by a small launch beside the work that
-/// uses them. A later call of any operation reports the finding: the first one after the launch has run whose own view
-/// does not say that positions ascend.
+/// Checks whether a view's positions ascend, unless the view says that they do. A small launch checks them beside the
+/// work that uses them. A later call, of any operation, reports what was found: the first call after that launch has
+/// run whose own view does not say that positions ascend.
 /// Errors   positions of an earlier call that do not ascend: tessera::error, before anything is launched.
 /// Cost     none where slots are positions or `order` says that they ascend; else 4 bytes a slot.
 template <class View>

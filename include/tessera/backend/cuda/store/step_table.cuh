@@ -1,4 +1,4 @@
-// Small arrays that lie side by side for a batch of sequences of any ids, gathered once a step for every layer.
+// Small arrays by sequence id. Once a step, the batch's entries are gathered side by side, for every layer.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(Threads)
   if (index_t(threadIdx.x) < count) to[threadIdx.x] = given.ids[threadIdx.x];
 }
 
-/// [layers, sequences, width] words by id, and the same for the batch.
+/// An array [layers, sequences, width] of words by id, and its copy for the batch.
 struct gathered_column {
   const std::uint32_t* by_id;
   std::uint32_t* in_batch;
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(Threads)
 }
 
 /// Adds the step's tokens to the numbers of all layers and heads, for every sequence of the batch. `noted`, by id like
-/// the numbers, gets the sums too, for readers that must not see later changes of the numbers; null: there are none.
+/// the numbers, gets a copy of the sums, for readers that must not see later changes; null: no copy.
 template <int Threads>
 __global__ void __launch_bounds__(Threads) advance_entry_of_ids(index_t* numbers, const index_t* ids, index_t sequences,
                                                                 index_t width, index_t tokens, index_t* noted) {
@@ -96,7 +96,7 @@ class id_column {
   device_buffer<T> by_id_, in_batch_;
 };
 
-/// The ids of the batch on the device. Only `set` needs the host. What else a step launches can be recorded, and
+/// The ids of the batch on the device. Only `set` needs the host. All other launches of a step can be recorded, and
 /// replayed for other ids.
 class step_table {
  public:
@@ -135,7 +135,7 @@ class step_table {
     launch_overlapping<detail::gather_entry<64>>(dim3(unsigned(batch)), 64, stream, "launch of scatter", column_list,
                                                  ids_.data(), sequences_, true);
   }
-  /// Adds `tokens` to the arrays by id in every layer, not to the batch's copy. `noted`: see the kernel.
+  /// Adds `tokens` to the arrays by id in every layer, not to the batch's copy. `noted`: see advance_entry_of_ids.
   void advance(const id_column<index_t>& column, index_t layers, index_t batch, index_t tokens, cudaStream_t stream,
                index_t* noted = nullptr) const {
     detail::advance_entry_of_ids<64><<<dim3(unsigned(batch), unsigned(layers)), 64, 0, stream>>>(

@@ -8,7 +8,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A block has a (sequence, kv_head).
+/// One thread block handles one (sequence, kv_head).
 template <class View, int Threads>
 __global__ void __launch_bounds__(Threads)
     virtual_blocks_entry(const __grid_constant__ View view, index_t ids, index_t max_blocks, index_t* blocks) {
@@ -22,10 +22,11 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Fills a block table with one row for every (sequence, kv_head), for kernels that know one length a sequence: see
+/// Fills a block table with one row for every (sequence, kv_head), for kernels that take one length per sequence: see
 /// `one_head_view`. Entries behind a head's last slot are -1. The device's cpu::virtual_blocks.
 /// Shapes   blocks [sequences * kv_heads, max_blocks]; the view's table is one of pages; all on the device.
-/// Errors   as virtual_ids_of_page says: tessera::error. Not seen by the host: heads with more pages than `max_blocks`.
+/// Errors   as virtual_ids_of_page says: tessera::error. Not checked, because the host does not know it: heads with
+///          more pages than `max_blocks`.
 /// Cost     one launch, no workspace.
 template <class View>
 void virtual_blocks(const View& view, index_t max_blocks, index_t* blocks, cudaStream_t stream,

@@ -1,4 +1,4 @@
-// What the layers of a cache hold on the device, and how room is made for their rows.
+// The parts of a cache on the device, by layer and sequence, and how room is made for their rows.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
 /// The parts of one recipe's cache. Changes of rows and candidates are planned first. A plan does everything that may
-/// throw and is not visible. It is then committed, in the order of a stream, or abandoned.
+/// throw, and none of its effects are visible. It is then committed, in stream order, or abandoned.
 template <class Recipe, class Out>
 struct cache_parts {
   using layout = typename Recipe::layout_type;
@@ -76,13 +76,14 @@ struct cache_parts {
     }
     return owners;
   }
-  /// How many slots the last step could read, by head. Layer shape.layers + l: entries of the lists of layer l.
+  /// How many slots the last step could read, by head. For layer shape.layers + l: how many entries the lists of layer
+  /// l had.
   index_t* stepped_of(sequence_layer owner) const {
     return stepped.data() + (offset_t(owner.layer) * options.sequences + owner.id) * shape.kv_heads;
   }
 
   /// Calls plan(), which plans changes of `part`: the store or the candidates. Errors: a step has begun, and the plan
-  /// moves rows of other sequences, which the step would not find; the plan is abandoned.
+  /// moves rows of other sequences, which that step would not find. Then the plan is abandoned.
   template <class Part, class Plan>
   void plan_beside_step(Part& part, const Plan& plan) const {
     plan();
@@ -93,7 +94,7 @@ struct cache_parts {
       throw;
     }
   }
-  /// Drops tokens behind the window of sliding layers, when enough have gathered.
+  /// Drops tokens behind the window of sliding layers, once enough of them have gathered.
   void slide(const sequence_layers& owners, cudaStream_t stream) {
     for (const sequence_layer owner : owners) {
       const index_t window = roles.window(owner.layer);

@@ -25,7 +25,7 @@ class prompt_turn {
               cudaStream_t stream) {
     if (chunk.begins) parts_.first.settled().begin_turn(owner, parts_.store);
     parts_.store.plan_packing(chunk.begins ? sequence_layers{owner} : sequence_layers{}, 0,
-                              stream);  // of steps' tokens
+                              stream);  // packs tokens of earlier steps
     parts_.make_room({owner}, k.tokens, stream);
     parts_.store.commit_packing(stream);
     parts_.store.append_rows(parts_.store.view(owner), k, v,
@@ -74,7 +74,7 @@ class prompt_turn {
                          stream);
   }
 
-  /// Called when a prompt of `tokens` tokens has been through a layer: does what needs no other layer.
+  /// Called when a prompt of `tokens` tokens has been through a layer. Does the work that needs no other layer.
   void end_layer(sequence_layer owner, const Recipe& recipe, index_t tokens, cudaStream_t stream) {
     parts_.order.require_none_under_way();
     parts_.slide({owner}, stream);
@@ -82,7 +82,7 @@ class prompt_turn {
       parts_.store.pack_layer(owner, tokens, stream);
   }
 
-  /// Called when a prompt has ended. Where `due`, each layer keeps what the budget allows, or lets it through.
+  /// Called when a prompt has ended. Where `due`, each layer keeps what the budget allows, or a filter lets it through.
   void end(index_t id, const planned<Recipe>& policies, bool due, const prompt_reach& reach, cudaStream_t stream) {
     parts_.read_stage.require_covered(policies);
     const sequence_layers choosing = plan_choice(id, policies, due, reach, stream);
@@ -91,7 +91,7 @@ class prompt_turn {
                                 stream);  // the last call that can throw
     });
     set_number(parts_.next.data() + id, reach.end, stream);
-    kept_slots kept;  // of the previous layer; a layer that reuses its choice follows immediately
+    kept_slots kept;  // of the previous layer; a layer that reuses this choice comes next
     for (const sequence_layer owner : choosing) choose(owner, policies, due, reach, kept, stream);
     parts_.store.commit_packing(stream);
     parts_.read_stage.set_plan(id, policies, stream);

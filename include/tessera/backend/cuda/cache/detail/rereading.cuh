@@ -1,4 +1,4 @@
-// A text that passes through a model a second time, on the GPU: its queries score the tokens of one part.
+// Reads a text a second time with the model, on the GPU: the text's queries score the tokens of one part of the cache.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ template <class View>
 __global__ void __launch_bounds__(256)
     list_part_entry(const __grid_constant__ View view, index_t sinks, reread_part part, index_t capacity,
                     index_t* slots, index_t* positions, index_t* counts, offset_t* begins) {
-  __shared__ index_t ends[4];  // slots before the end of the sinks, the part, its end, the re-reading
+  __shared__ index_t ends[4];  // slots before: end of sinks, part, end of part, re-reading
   const index_t h = blockIdx.x, tokens = view.length(0, h);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < 4) {
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-/// Gives tokens of the part the larger of both scores; a NaN stays.
+/// Gives tokens of the part the larger one of their two scores. A NaN stays.
 template <class View>
 __global__ void __launch_bounds__(256) keep_larger_entry(const __grid_constant__ View seen, reread_part part,
                                                          const float* fresh, float* scores, const offset_t* begins) {
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(256) keep_larger_entry(const __grid_constant__
 
 }  // namespace detail
 
-/// Re-reads nothing, for recipes that do not.
+/// Does nothing, for recipes that do not re-read.
 template <class Recipe, bool Rereads = Recipe::retain_type::rereads>
 class rereading {
  public:

@@ -9,8 +9,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Distinct bytes that the last decode step of a sequence touched, in all layers: of stored K, V and scores, of
-/// candidates and of the index. Synchronises.
+/// Distinct bytes that the last decode step of a sequence read in all layers: of stored K, V and scores, of candidates,
+/// and of the index. Synchronises.
 template <class Recipe, class Out>
 offset_t step_bytes(const cache_parts<Recipe, Out>& parts, index_t id, const Recipe& recipe,
                     const sequence_state<Recipe>& state) {
@@ -28,7 +28,7 @@ offset_t step_bytes(const cache_parts<Recipe, Out>& parts, index_t id, const Rec
     for (const auto& list : joined_lists(lists, parts.shape.kv_heads)) lengths.push_back(index_t(list.size()));
     for (std::size_t i = 0; i < lists.size(); ++i)
       entries[i * entries.size() / lists.size()] += index_t(lists[i].size());
-    // Slots that the choice at the end of the step dropped, or no longer reads, have been read too.
+    // The step also read slots that the choice at its end has dropped, or no longer reads.
     if (follows && (filters ? chose : parts_type::fires_last)) {
       lengths = downloaded(parts.stepped_of(owner), lengths.size());
       entries = downloaded(parts.stepped_of({parts.shape.layers + layer, id}), lengths.size());

@@ -12,18 +12,18 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
 /// Checks that `begin_step` and `decode` are called for the step that `prepare_step` made last: begun once, then its
-/// layers in ascending order. The host does not see replays of a graph: a recorded call is only checked to be of that
-/// step.
+/// layers in ascending order. The host does not see replays of a graph. So a recorded call is only checked to be of
+/// that step.
 ///
-/// `prepare_step` notes on the host what the step appends. So a step that is never carried out leaves its sequences a
-/// token ahead of the device: they are unfinished, and may only be closed. Once a call was recorded, a prepared step
-/// may have been replayed, and is accepted.
+/// `prepare_step` notes on the host what the step appends. If the step is never carried out, the host counts one step
+/// more than the device for its sequences. They are then unfinished, and may only be closed. Once a call has been
+/// recorded, a prepared step may have been replayed, so it is accepted.
 template <class Recipe>
 class step_order {
  public:
   explicit step_order(index_t layers) : layers_(layers) {}
 
-  /// Errors   the sequence's step was prepared, and not decoded in every layer: rows are missing.
+  /// Errors   the sequence's step was prepared but not decoded in every layer, so rows are missing.
   void require_finished(index_t id) const {
     require(!contains(unfinished_, id) && !(is_unfinished() && contains(now_.ids, id)),
             "sequence in the middle of a step", id, "one whose step has been decoded in every layer",
@@ -33,7 +33,7 @@ class step_order {
   void require_all_finished() const {
     if (is_unfinished()) require_finished(now_.ids.front());
   }
-  /// Errors   a step has begun and has layers to go: it would not find rows that move now.
+  /// Errors   a step has begun and has layers left: it would not find rows that move now.
   void require_none_under_way() const {
     const bool waits = has_begun_ && !is_stale_ && !now_.ids.empty() && next_layer_ < layers_;
     require(!waits, "layers that the step under way has been through", next_layer_, std::to_string(layers_),
@@ -89,7 +89,7 @@ class step_order {
     check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
   }
-  /// Whether the step that was prepared last has layers to go, as far as the host knows.
+  /// Whether the step that was prepared last has layers left, as far as the host knows.
   bool is_unfinished() const { return !now_.ids.empty() && next_layer_ < layers_ && (sees_all_ || next_layer_ > 0); }
   void require_prepared(const batch& step) const {
     require(!is_stale_ && !step.ids.empty() && step.number == now_.number, "step",

@@ -74,7 +74,7 @@ class step_turn {
  private:
   void make_room(const sequence_layers& owners, const batch& step, const conversations<Recipe>& known,
                  cudaStream_t stream) {
-    parts_.store.finish_layer(stream);  // so that it does not end within the step and move rows
+    parts_.store.finish_layer(stream);  // now, because within the step it would move rows
     parts_.slide(owners, stream);
     parts_.store.settle(step.ids, false, stream);
     parts_.store.plan_packing(owners, 0, stream);
@@ -120,7 +120,7 @@ class step_turn {
       if constexpr (filters) {
         parts_.read_stage.candidates().passed_in_step(owner, left);
       } else if constexpr (parts_type::in_steps) {
-        // The host knows the room that this makes only where all heads are equally long.
+        // The host knows the room that the choice makes only where all heads are equally long.
         parts_.store.shrank(owner, left, parts_.first.heads_are_even ? held.longest - left.longest : 0);
       }
     }

@@ -20,7 +20,7 @@ class text_marks {
   new_segments of_step(index_t) const { return {}; }
 };
 
-/// Flags of a prompt chunk and the state of texts, copied from the host, which counts them.
+/// Flags of a prompt chunk and the state of texts, copied from the host, which counts segments.
 template <>
 class text_marks<true> {
  public:
@@ -56,7 +56,7 @@ class text_marks<true> {
       check(cudaGetLastError(), "launch of set_texts");
     }
   }
-  /// The segments of a layer of that step. Without flags a segment ends only by its length. It can be recorded.
+  /// The segments of a layer of that step. Without flags, only its length ends a segment. It can be recorded.
   new_segments of_step(index_t layer) const {
     return {step_flags_.data(), texts_.data() + offset_t(layer) * sequences_};
   }

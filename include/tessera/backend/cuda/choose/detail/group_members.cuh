@@ -18,8 +18,8 @@ __global__ void __launch_bounds__(Threads) every_sink_entry(const float* all, in
 
 }  // namespace detail
 
-/// A group's query heads in `count` members, each of which is a model without groups to the kernels. One member is the
-/// model as it is.
+/// Splits a group's query heads into `count` members. To the kernels, each member is a model without groups. With one
+/// member, it is the model as it is.
 class group_members {
  public:
   group_members(index_t count, const model_shape& shape)

@@ -1,4 +1,4 @@
-// Selection among keys that lie whole in the shared memory of one thread block, or of a cluster of them.
+// Selection among keys that all lie in the shared memory of one thread block, or of a cluster of blocks.
 #pragma once
 
 #include "radix_select.cuh"
@@ -7,7 +7,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Bits for neighbouring keys of one thread, in the row's order: keys that are chosen, and keys that may be.
+/// Two bits for each of a thread's neighbouring keys, in the row's order: whether it is chosen, and whether it still
+/// may be.
 struct neighbour_bits {
   static constexpr int words = 2, quads = 8;  // groups of four keys that a word has bits for
   const uint4* source;
@@ -16,8 +17,8 @@ struct neighbour_bits {
 
   /// The largest number of quads of a thread.
   static constexpr index_t max_quads = words * quads - 1;
-  /// Quads of a thread when `threads` share `all` of them. The number is odd, so neighbouring threads read from other
-  /// banks.
+  /// Quads of a thread when `threads` threads share `all` quads. The number is odd, so that neighbouring threads read
+  /// from different banks.
   __device__ static index_t quads_per_thread(index_t all, index_t threads) { return (all + threads - 1) / threads | 1; }
 
   /// Bits for the thread's `own` quads of `all`, from `first` on. Keys whose leading 11 bits are above `digit` are
@@ -52,8 +53,8 @@ struct neighbour_bits {
       }
     }
   }
-  /// Of the keys that may be chosen, chooses those whose part is above `cut`. Only those whose part equals it still may
-  /// be.
+  /// Among the keys that may be chosen, chooses those whose part is above `cut`. After that, only keys whose part
+  /// equals it may be chosen.
   template <class Part>
   __device__ void narrow(unsigned cut, const Part& part) {
     each_maybe([&](int w, unsigned bit, unsigned key) {
@@ -67,7 +68,7 @@ struct neighbour_bits {
 #pragma unroll
     for (int w = 0; w < words; ++w) chosen[w] |= maybe[w], maybe[w] = 0;
   }
-  /// The number of chosen keys in the low half, of those that may be in the high half.
+  /// Returns two counts in one word: chosen keys in the low half, keys that may be chosen in the high half.
   __device__ unsigned counts() const {
     return (__popc(chosen[0]) + __popc(chosen[1])) | (__popc(maybe[0]) + __popc(maybe[1])) << 16;
   }
@@ -84,9 +85,9 @@ struct neighbour_bits {
   }
 };
 
-/// Keys are read once to count their leading digits, and once to find which lie above the digit of the cut and which
-/// share it. From then on only these few are read. The list overwrites the keys in shared memory, so that it is written
-/// to device memory in one piece.
+/// Keys are read once to count their leading digits. They are read once more to find which keys lie above the digit of
+/// the cut, and which share it. From then on only these few are read. The list of chosen slots overwrites the keys in
+/// shared memory, so that it is written to device memory in one piece.
 template <class Storage, int Span>
 struct held_select : row_select<Storage, Span> {
   using base = row_select<Storage, Span>;
@@ -117,7 +118,7 @@ struct held_select : row_select<Storage, Span> {
   }
 
  private:
-  /// Ends the search among the few keys of all blocks that share the digits found so far. False, alike in every block,
+  /// Ends the search among the few keys of all blocks that share the digits found so far. Returns false in every block
   /// if some block has too many.
   __device__ static bool finish(Storage& s, neighbour_bits& bits, rank_search& search, int known_shift) {
     bits.each_maybe([&](int, unsigned, unsigned key) {
@@ -138,7 +139,8 @@ struct held_select : row_select<Storage, Span> {
     unsigned team_above = 0, team_equal = 0;
     if constexpr (Span > 1) {
       const int lane = int(threadIdx.x) % 32;
-      // Pushed, not pulled: after the barrier nobody needs this block's shared memory, so it may end.
+      // Counts are pushed to the other blocks. After the barrier no block reads this block's shared memory, so it may
+      // end.
       if (threadIdx.x < Span) {
         team::store(s.team_above[team::rank()], lane, all_above);
         team::store(s.team_equal[team::rank()], lane, all_equal);
@@ -149,7 +151,7 @@ struct held_select : row_select<Storage, Span> {
       team_equal = warp_sum(earlier ? s.team_equal[lane] : 0u);
     }
     const unsigned taken = (min)(team_equal, ties),
-                   left = ties - taken;  // ties that earlier blocks leave
+                   left = ties - taken;  // ties that remain after earlier blocks
     const unsigned equal_before = (min)(before >> 16, left);
     auto* list = reinterpret_cast<index_t*>(held);
     bits.write(part.begin + first * 4, left - equal_before, list + (before & 0xffffu) + equal_before);

@@ -15,7 +15,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A budget that gives every row the slots that it has won.
+/// A budget that gives every row as many slots as it has won.
 struct slots_won {
   static constexpr const char* name = "slots_won";
   static constexpr bool compares_heads = true;
@@ -28,7 +28,7 @@ static_assert(check_budget<slots_won>() && check_device_budget<slots_won>());
 
 }  // namespace detail
 
-/// Does nothing, for recipes whose layers choose apart.
+/// Does nothing, for recipes whose layers choose separately.
 template <class Recipe, bool OverModel = Recipe::retain_type::over_model>
 class model_counts {
  public:

@@ -10,17 +10,17 @@ namespace cuda {
 namespace detail {
 
 inline constexpr int radix_bins = 2048;    // digits of 11, 11 and 10 bits
-inline constexpr int max_listed = 384;     // up to so many keys of a block are listed instead of counted once more
+inline constexpr int max_listed = 384;     // at most so many keys of a block are listed instead of counted again
 inline constexpr int loads_in_flight = 4;  // 16-byte loads of a thread in the first pass
 
 template <int Threads, int Blocks>
 struct select_storage {
   static constexpr int threads = Threads, warps = Threads / 32,
-                       few = 64;  // counting pairs of more keys costs more than another digit
+                       few = 64;  // with more keys, comparing all pairs costs more than another digit
   alignas(16) unsigned histogram[radix_bins];
   unsigned list[Blocks == 1 ? few : max_listed];  // keys that share the digits found so far, in any order
   unsigned listed, few_listed;
-  // Inclusive counts of this block's share of the bins, highest bin first. Later the last few keys.
+  // Inclusive counts of this block's share of the bins, highest bin first. Later it holds the last few keys.
   unsigned slice[Blocks == 1 ? few : radix_bins / Blocks];
   unsigned slice_total[Blocks];
   block_scan<Threads, unsigned> scan;
@@ -80,7 +80,7 @@ struct row_select : row_compact<Storage, Span> {
       for (index_t q = whole + index_t(threadIdx.x); q < quads; q += threads)
         take(q, part.keys.quad(part.begin + q * 4));
     } else {
-      // A thread per block of tokens, not per four: there are few.
+      // One thread per block of tokens, not per four blocks, because there are few.
       for (index_t i = threadIdx.x; i < quads * 4; i += threads) {
         const unsigned key = part.keys.key(part.begin + i);
         if (i < part.cached) reinterpret_cast<unsigned*>(cache)[i] = key;
@@ -96,7 +96,7 @@ struct row_select : row_compact<Storage, Span> {
     team::sync();
     unsigned mine[each], sum = 0;
     if constexpr (Span == 1 && each == 4) {
-      uint4& bins = reinterpret_cast<uint4*>(s.histogram)[threads - 1 - thread];  // one access: four would collide
+      uint4& bins = reinterpret_cast<uint4*>(s.histogram)[threads - 1 - thread];  // one access: four conflict in banks
       mine[0] = bins.w, mine[1] = bins.z, mine[2] = bins.y, mine[3] = bins.x;
       bins = make_uint4(0, 0, 0, 0);
     } else {
@@ -185,9 +185,9 @@ struct row_select : row_compact<Storage, Span> {
     return finish_listed<Exact>(s, search, known_shift);
   }
 
-  /// Exchanges the keys that every block has listed, and finishes the search among them in every block by itself. That
-  /// saves the barriers and counts of the remaining digits. The prefix becomes the cut and the rank its ties. Returns
-  /// false in every block if some block has too many keys; then neither changes.
+  /// Exchanges the keys that every block has listed. Every block then finishes the search among them by itself, which
+  /// saves the barriers and counts of the remaining digits. The prefix becomes the cut, and the rank becomes the number
+  /// of its ties. Returns false in every block if some block has too many keys; then neither changes.
   template <bool Exact>
   __device__ static bool finish_listed(storage& s, rank_search& search, int known_shift) {
     team::sync();
@@ -207,7 +207,7 @@ struct row_select : row_compact<Storage, Span> {
 #pragma unroll
       for (int block = 0; block < Span; ++block) {
         mine[block] = threadIdx.x < counts[block] ? team::load(s.list[threadIdx.x % max_listed], block)
-                                                  : 0u;  // no key begins like 0
+                                                  : 0u;  // no key has these digits
       }
       using alone = row_select<Storage, 1>;
       for (int shift = known_shift == 21 ? 10 : 0;; shift = 0) {
@@ -256,8 +256,9 @@ struct row_select : row_compact<Storage, Span> {
     search.need -= s.above;
   }
 
-  /// The cut that leaves `want` keys, 0 < want < keys of the team. The histogram holds the leading digits if `counted`.
-  /// With `Exact` the cut is the want-th largest key itself. Without, it is any key below it with no other between.
+  /// The cut that leaves `want` keys, 0 < want < keys of the team. The histogram already holds the leading digits if
+  /// `counted`. With `Exact` the cut is the want-th largest key itself. Without, it is any value below that key with no
+  /// other key in between.
   template <bool Exact, class Keys>
   __device__ static cut threshold(storage& s, const row_part<Keys>& part, index_t want, bool counted) {
     rank_search search{0, unsigned(want), 0};
@@ -269,7 +270,7 @@ struct row_select : row_compact<Storage, Span> {
         for (index_t q = threadIdx.x; q < quads; q += threads) count_four(s, part.quad(q), search.prefix, digit);
       }
       descend(s, search, digit.bits());
-      // Every key of this digit is chosen: the lower digits do not matter.
+      // Every key of this digit is chosen, so the lower digits do not matter.
       if (!Exact && pass < 2 && search.sharing == search.need) return {(search.prefix << digit.shift) - 1u, 0, 0};
       if (pass < 2 && search.sharing <= unsigned(Span == 1 ? storage::few : Span * max_listed)) {
         if constexpr (Span == 1) {

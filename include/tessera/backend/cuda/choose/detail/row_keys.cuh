@@ -12,11 +12,11 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A digit of a key of 32 bits: 11, 11 and 10 bits, the leading one first. Selections find the key of a rank digit by
-/// digit, and count each among the keys that share those before it.
+/// A digit of a 32-bit key: 11, 11 and 10 bits, the leading one first. Selections find the key of a rank digit by
+/// digit. They count each digit among the keys that share the digits before it.
 struct key_digit {
-  int shift;  ///< how many bits lie below it
-  int above;  ///< and below the one before it
+  int shift;  ///< number of bits below this digit
+  int above;  ///< number of bits below the previous digit
 
   TESSERA_HD static constexpr key_digit of_pass(int pass) {
     return pass == 0 ? key_digit{21, 32} : pass == 1 ? key_digit{10, 21} : key_digit{0, 10};
@@ -29,7 +29,7 @@ struct key_digit {
   }
 };
 
-inline constexpr int quads_each = 8;  // of one thread and tile: a bit for each of its 32 keys fills a register
+inline constexpr int quads_each = 8;  // per thread and tile: a bit for each of its 32 keys fills a register
 
 /// The score of an ordered key, except NaN and -0.
 __device__ inline float score_of(unsigned key) { return bits_as<float>(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
@@ -58,7 +58,7 @@ struct token_keys {
   }
 };
 
-/// Candidate blocks of one row. A block's score is summed in slot order by one thread: the bits of the CPU.
+/// Candidate blocks of one row. One thread sums a block's score in slot order, so its bits equal the CPU's.
 struct block_keys {
   static constexpr bool single = false;
   const float* row;
@@ -111,7 +111,7 @@ struct row_part {
   }
 };
 
-/// How many quads of a tile a thread has, so that all warps have work. A warp's quads lie together.
+/// How many quads of a tile a thread has. It is chosen so that all warps have work. A warp's quads lie together.
 template <int Threads>
 __device__ int rounds_for(index_t quads) {
   return int((min)(index_t(quads_each), (quads + Threads - 1) / Threads));
@@ -123,8 +123,8 @@ __device__ inline unsigned four(const uint4& k, const Holds& holds) {
   return unsigned(holds(k.x)) | unsigned(holds(k.y)) << 1 | unsigned(holds(k.z)) << 2 | unsigned(holds(k.w)) << 3;
 }
 
-/// Ranks of a thread's 4 * Rounds bits in the order quad round, lane, bit. A byte a round: counts of earlier lanes, and
-/// of all.
+/// Ranks of a thread's 4 * Rounds bits in the order quad round, lane, bit. Counts are packed, one byte per round:
+/// `earlier` counts the lower lanes, `total` counts all lanes.
 template <int Rounds = quads_each>
 struct round_counts {
   static constexpr int halves = (Rounds + 3) / 4;
@@ -141,7 +141,7 @@ struct round_counts {
       total[half] = __shfl_sync(~0u, to_lane, 31);
     }
   }
-  // `round` may be known only at run time: registers have no index.
+  // `round` may be known only at run time, and registers cannot be indexed.
   __device__ unsigned before_in(int round) const {
     return (round < 4 ? earlier[0] : earlier[halves - 1]) >> (round % 4 * 8) & 0xffu;
   }
@@ -185,8 +185,8 @@ struct row_compact {
     return {warp_sum(a & before), warp_sum(e & before), warp_sum(a), warp_sum(e)};
   }
 
-  /// Calls emit(rank among the chosen, index in the row, equal ones before it, equal) for every chosen key, indices
-  /// ascending with the rank.
+  /// Calls emit(rank among the chosen, index in the row, number of equal keys before it, equal) for every chosen key.
+  /// Indices ascend with the rank.
   template <class Keys, class Emit>
   __device__ static void compact(storage& s, const row_part<Keys>& part, const cut& at, const Emit& emit) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -211,7 +211,8 @@ struct row_compact {
     warp_offsets warp_at = offsets(s, above, equal);
     unsigned team_above = 0, team_equal = 0;
     if constexpr (Span > 1) {
-      // Pushed, not pulled: after the barrier nobody needs this block's shared memory, so it may end.
+      // Counts are pushed to the other blocks. After the barrier no block reads this block's shared memory, so it may
+      // end.
       if (warp == 0 && lane < Span) {
         team::store(s.team_above[team::rank()], lane, warp_at.all_above);
         team::store(s.team_equal[team::rank()], lane, warp_at.all_equal);
@@ -222,7 +223,7 @@ struct row_compact {
       team_equal = warp_sum(before ? s.team_equal[lane] : 0u);
     }
     for (index_t tile = 0; tile < quads; tile += tile_quads) {
-      if (quads > tile_quads) {  // the counts above are of all tiles, the masks of the last
+      if (quads > tile_quads) {  // the counts above cover all tiles, the masks only the last
         __syncthreads();
         compare(tile);
         warp_at = offsets(s, __popc(above_mask), __popc(equal_mask));

@@ -9,10 +9,11 @@ namespace cuda {
 namespace detail {
 
 inline constexpr int register_threads = 512;
-inline constexpr int register_keys = 16;  // of a thread; they are neighbours, so that one scan ranks all of them
+inline constexpr int register_keys = 16;  // per thread; they are neighbours, so one scan ranks all of them
 
-/// A row of at most register_threads * register_keys candidates, 16 neighbours a thread. `room` of them are chosen,
-/// 0 < room < candidates. Counts the three digits, each among the keys that share the ones before.
+/// Selects in a row of at most register_threads * register_keys candidates, 16 neighbours per thread. `room` of them
+/// are chosen, 0 < room < candidates. It counts the three digits in turn, each among the keys that share the digits
+/// before.
 template <class Storage>
 __device__ void register_row(Storage& s, const token_keys& keys, index_t room, index_t* out) {
   using select = row_select<Storage, 1>;
@@ -38,7 +39,7 @@ __device__ void register_row(Storage& s, const token_keys& keys, index_t room, i
     for (int i = 0; i < register_keys / 4; ++i) select::count_four(s, mine[i], search.prefix, digit);
     select::descend(s, search, digit.bits());
     ties = search.sharing != search.need;
-    if (!ties) {  // every key of this digit is chosen: the lower digits do not matter
+    if (!ties) {  // every key of this digit is chosen; lower digits do not matter
       search.prefix <<= digit.shift;
       break;
     }
@@ -68,18 +69,18 @@ __device__ void register_row(Storage& s, const token_keys& keys, index_t room, i
 
 inline constexpr int stream_threads = 512;
 
-/// Guesses a key that more than `room` and fewer than `most` candidates reach: the key of a rank between the two among
+/// Guesses a key that more than `room` and fewer than `most` candidates reach. It takes a rank between the two among
 /// 8,192 candidates spread over the row. Any guess gives the right result; a poor one costs further reads of the row.
 template <class Storage>
 __device__ unsigned guess_lowest(Storage& s, const token_keys& keys, index_t candidates, index_t room, index_t most) {
   using select = row_select<Storage, 1>;
-  constexpr int run = 4, runs = 512, each = run * runs / stream_threads;  // 64 bytes a run, as memory is read
+  constexpr int run = 4, runs = 512, each = run * runs / stream_threads;  // 64 bytes per run
   const index_t apart = candidates / 4 / runs, shifts = (max)(apart / run, 1);
   uint4 sample[each];
 #pragma unroll
   for (int i = 0; i < each; ++i) {
     const index_t nth = (i * stream_threads + index_t(threadIdx.x)) / run;
-    // Shifted, so that the runs do not beat with a period of the row.
+    // Runs are shifted against each other, so that they do not all meet the same phase of a periodic row.
     const index_t begin = (nth * apart + nth * 5 % shifts * run) / run * run;
     sample[i] = keys.quad((begin + index_t(threadIdx.x) % run) * 4);
   }
@@ -138,7 +139,7 @@ __device__ index_t keep_from(Storage& s, const token_keys& keys, float bound, un
     const index_t before = index_t(warp_sum(lane < warp ? of_lane : 0u));
     const index_t all = index_t(warp_sum(of_lane));
     warp_counts =
-        warp_counts == s.warp_above ? s.warp_equal : s.warp_above;  // in turn, so that one barrier a tile will do
+        warp_counts == s.warp_above ? s.warp_equal : s.warp_above;  // alternate: one barrier per tile suffices
     if (listed + all > most) return listed + all;
     index_t to_round = listed + before;
     listed += all;
@@ -162,10 +163,10 @@ __device__ index_t keep_from(Storage& s, const token_keys& keys, float bound, un
   return listed;
 }
 
-/// One thread block reads a row once. Keys that reach a guessed one stay in shared memory, where the search ends.
+/// One thread block reads a row once. Keys that reach a guessed key stay in shared memory, where the search ends.
 /// `room` candidates are chosen, 0 < room < candidates.
-/// For many long rows: no barrier between blocks, and a row need not fit. Where the guess fails (many equal scores at
-/// the cut), the row is read up to six times more.
+/// It suits many long rows: there is no barrier between blocks, and a row need not fit. Where the guess fails (many
+/// equal scores at the cut), the row is read up to six more times.
 template <class Storage>
 __device__ void stream_row(Storage& s, uint4* memory, const float* scores, index_t candidates, index_t room,
                            index_t resident, index_t* out) {

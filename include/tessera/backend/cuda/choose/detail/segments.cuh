@@ -1,4 +1,4 @@
-// Segments of the text among a row's candidates, on the GPU: raising their scores, and choosing in each. A warp a
+// Text segments among a row's candidates, on the GPU: raising their scores, and choosing in each. One warp handles one
 // segment.
 #pragma once
 
@@ -18,8 +18,8 @@ namespace cuda {
 /// the same slots.
 struct segment_rows {
   slot_column<const index_t> column{};
-  index_t kv_heads = 1;     ///< of the column
-  index_t rows_of_one = 1;  ///< rows of scores that a sequence has: kv_heads, or 1
+  index_t kv_heads = 1;     ///< of the segment column
+  index_t rows_of_one = 1;  ///< rows of scores per sequence: kv_heads, or 1
   __device__ const index_t* row(index_t r) const { return column.row(r / rows_of_one, r % rows_of_one, kv_heads); }
 };
 
@@ -27,7 +27,8 @@ namespace detail {
 
 inline constexpr int segment_warps = 4, segment_threads = segment_warps * 32;
 
-/// The first slot of the segment of `slot`, and the slot behind its last one; `n` candidates. Whole warps call it.
+/// The first slot of the segment of `slot`, and the slot behind its last one, among `n` candidates. Whole warps call
+/// it.
 __device__ inline index_t segment_begin(const index_t* segments, index_t slot, int lane) {
   const index_t own = segments[slot];
   for (;;) {
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(segment_threads)
       }
     }
   }
-  // Bits of numbers that are not negative are in their order.
+  // The bits of non-negative floats are ordered like the floats.
   if (!Writes && lane == 0 && found > 0) atomicMax(largest_of_row + row, bits_as<unsigned>(found));
 }
 
@@ -102,10 +103,10 @@ struct segment_memory {
   double sums[max_segment_tokens / 2];
 };
 
-/// `out` has the best tokens of every row. A warp looks at one of them. If that token is the first of its segment, the
-/// warp chooses anew in that segment, as many tokens as it has, and overwrites them. Nothing else of a row moves: each
-/// segment's slots lie side by side in it, and while one warp writes there, other warps only read which segment they
-/// belong to.
+/// `out` has the best tokens of every row. One warp looks at one of these tokens. If the token is the first of its
+/// segment, the warp chooses anew in that segment, as many tokens as the segment has in `out`, and overwrites them.
+/// Nothing else of a row moves. Each segment's slots lie side by side in `out`. While one warp writes them, other warps
+/// only read which segment they belong to.
 template <class Selector>
 __global__ void __launch_bounds__(segment_threads)
     choose_in_segments_entry(const __grid_constant__ select_problem p, const __grid_constant__ segment_rows beside,
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(segment_threads)
   if (room == candidates) return;  // all of them
   const index_t* segments = beside.row(row) + p.skipped(row);
   const float* scores = p.score_row(row);
-  // Other warps write to what is read here: read past the cache, and never reuse an earlier read.
+  // Other warps write to what is read here. So it is read past the cache, and an earlier read is never reused.
   volatile index_t* best = p.out_row(row);
   for (index_t c = index_t(blockIdx.x) * segment_warps + warp; c < room; c += index_t(gridDim.x) * segment_warps) {
     const index_t slot = best[c], segment = segments[slot];
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(segment_threads)
       const index_t next = c + won + lane;
       same = __ballot_sync(~0u, next < room && best[next] < end);
     }
-    if (won >= length) continue;  // whole: its slots are there already
+    if (won >= length) continue;  // the whole segment is chosen already
     for (index_t i = lane; i < length; i += 32) own.scores[i] = scores[first + i];
     __syncwarp();
     if constexpr (requires { selector.choose_in_segment(warp_team{}, own.scores, length, won, own.slots, own.sums); }) {
@@ -147,9 +148,10 @@ __global__ void __launch_bounds__(segment_threads)
 
 }  // namespace detail
 
-/// The last pass of a scorer that sees segments: cpu::rescore_segments to rounding; sums of statistics are in double.
-/// Shapes   out [rows, capacity], or the rows of `in`; largest_of_row [rows], scratch.   Cost  two reads of scores and
-/// segments.
+/// The last pass of a scorer that sees segments. Equals cpu::rescore_segments up to rounding; sums of statistics are in
+/// double.
+/// Shapes   out [rows, capacity], or the rows of `in`; largest_of_row [rows], scratch.
+/// Cost     two reads of scores and segments.
 template <segment_scorer Scorer>
 void rescore_segments(const score_rows& in, const segment_rows& segments, const Scorer& scorer, index_t capacity,
                       float* out, unsigned* largest_of_row, cudaStream_t stream) {
@@ -165,7 +167,8 @@ void rescore_segments(const score_rows& in, const segment_rows& segments, const 
 }
 
 /// `select_slots` for selectors that see segments: cpu::choose_in_segments. The best tokens decide how many slots each
-/// segment gets, the selector decides which.   Cost  that of top_tokens, and a warp for every token that is kept.
+/// segment gets; the selector decides which.
+/// Cost     that of top_tokens, and one warp for every token that is kept.
 template <segment_selector Selector>
 class select_in_segments {
  public:

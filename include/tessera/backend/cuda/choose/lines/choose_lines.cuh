@@ -1,4 +1,5 @@
-// Which lines the rows of a prompt chunk attend, on the GPU: what the host calls. Nothing comes back to the host.
+// Chooses, on the GPU, which lines the rows of a prompt chunk attend. The host calls it, and nothing returns to the
+// host.
 #pragma once
 
 #include <algorithm>
@@ -19,10 +20,10 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// Lines of a prompt chunk as kernels read them: what chooses lines writes it, attention along lines reads it.
+// The lines of a prompt chunk as kernels read them. The choice of lines writes them; attention along lines reads them.
 
-/// The lines of one sequence's chunk by query head, on the device. Columns are slots: they hold as long as nothing
-/// moves.
+/// The lines of one sequence's chunk by query head, on the device. Columns are slots, so they are valid only until
+/// slots move.
 struct line_tables {
   index_t words = 0;  ///< 32 * words is above every position and slot
   const std::uint32_t* slash =
@@ -31,7 +32,7 @@ struct line_tables {
   const index_t* columns = nullptr;         ///< [q_heads, 32 * words]: slots of vertical lines, ascending
   const index_t* column_counts = nullptr;   ///< [q_heads]
   const index_t* order = nullptr;  ///< [q_heads]: the heads with most entries first; null: as they are numbered
-  index_t dense_rows = 0;          ///< so many of the chunk's last rows attend everything
+  index_t dense_rows = 0;          ///< how many of the chunk's last rows attend everything
 
   TESSERA_HD index_t positions() const { return words * 32; }
   TESSERA_HD const std::uint32_t* slash_of(index_t q_head) const { return slash + offset_t(q_head) * (words + 1); }
@@ -41,7 +42,7 @@ struct line_tables {
 
 namespace detail {
 
-/// Numbers of the host as an argument of a launch.
+/// Host numbers that are passed as a launch argument.
 struct few_numbers {
   static constexpr index_t capacity = 512;
   index_t numbers[capacity];
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(Threads)
   }
 }
 
-/// 32 flags, 0 or 1 each, which begin at a multiple of 16 bytes, as bits.
+/// Packs 32 flags, 0 or 1 each, into bits. The flags are aligned to 16 bytes.
 __device__ __forceinline__ std::uint32_t bits_of_flags(const std::uint8_t* flags) {
   std::uint32_t bits = 0;
 #pragma unroll
@@ -162,8 +163,8 @@ struct choose_lines_problem {
 };
 
 /// Chooses the lines of a prompt chunk for every query head by a line pattern, and holds their tables.
-///
-/// The attention of the sampled rows is computed for as many kv_heads at a time as the workspace holds; then a cluster
+/// The attention of the sampled rows is computed for as many kv_heads at a time as fit into the workspace. Then a
+/// cluster of blocks chooses for each query head.
 /// of blocks chooses for each query head.
 /// Errors   shapes, alignment and null pointers are checked before the first launch; a chunk beyond `positions`.
 /// Cost     one pass over K for the sampled rows; their logits are written once, where they see slots, and read twice
@@ -181,8 +182,8 @@ class choose_lines {
   static constexpr int threads = 1024, max_cluster = 4;
 
  public:
-  /// `positions`: above every position and slot. `max_rows`: of a sample. `bytes`: the workspace's limit, unless one
-  /// kv_head needs more.
+  /// `positions`: above every position and slot. `max_rows`: upper bound of the rows of a sample. `bytes`: the
+  /// workspace's limit, unless a single kv_head needs more.
   choose_lines(index_t kv_heads, index_t q_heads, index_t positions, index_t max_rows, const device_info& device,
                std::size_t bytes = std::size_t(1) << 30)
       : kv_heads_(kv_heads), q_heads_(q_heads), words_((std::max)(1, ceil_div(positions, 32))), max_rows_(max_rows) {
@@ -277,7 +278,7 @@ class choose_lines {
 
   struct memory : workspace_cut {
     const choose_lines& op;
-    const index_t slice;  // of kv_heads; positions are of all
+    const index_t slice;  // in kv_heads; positions are those of all heads
     memory(const choose_lines& owner, void* begin, index_t heads) : workspace_cut(begin), op(owner), slice(heads) {}
     const std::size_t all = std::size_t(op.positions()), kv_heads = std::size_t(op.kv_heads_);
     const std::size_t heads = asks_attention ? std::size_t(slice) * std::size_t(op.group()) : 0;

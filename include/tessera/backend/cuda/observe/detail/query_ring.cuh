@@ -1,4 +1,5 @@
-// The newest queries of every conversation, prompts' and answers', on the device: for scorers whose window follows it.
+// The newest queries of every conversation, from prompts and steps, on the device: for scorers whose window moves
+// along.
 #pragma once
 
 #include <algorithm>
@@ -15,9 +16,9 @@ namespace cuda {
 template <class T>
 struct newest_rows {
   rows_view<const T> q;           ///< [sequences, window, q_heads, k_dim]
-  const index_t* valid;           ///< [sequences], how many of the window count, the first ones
-  const index_t* first_position;  ///< [sequences], of the first of them
-  rows_view<const float> lse{};   ///< [sequences, window, q_heads], as attention has it; data null: not known
+  const index_t* valid;           ///< [sequences], how many rows of the window are valid, from the first on
+  const index_t* first_position;  ///< [sequences], position of the first row
+  rows_view<const float> lse{};   ///< [sequences, window, q_heads], as attention gives it; data null: not known
 };
 
 namespace detail {
@@ -38,9 +39,10 @@ struct query_rings {
 
 /// blockIdx: x a token from `skip` on, y a query head, z a sequence.
 ///
-/// In steps it waits after its work. Queries, positions and readers of the ring are older than the previous launch.
-/// That launch is attention, and it waited for them before it let this one begin (9.7 us a step of LoopServe instead of
-/// 10.7; H100, CUDA 13.0). In a prompt the previous launch writes the position, so this one waits first.
+/// In steps it waits after its work, which is safe: queries, positions and readers of the ring are older than the
+/// previous launch. That launch is attention, which waited for them before it let this one begin (9.7 us a step of
+/// LoopServe instead of 10.7; H100, CUDA 13.0). In a prompt the previous launch writes the position, so this one waits
+/// first.
 template <class T, int Threads>
 __global__ void __launch_bounds__(Threads)
     remember_newest_entry(rows_view<const T> q, index_t skip, const index_t* first, query_rings<T> to) {
@@ -51,7 +53,7 @@ __global__ void __launch_bounds__(Threads)
   const T* from = q.row(sequence, token, head);
   T* row = to.row(sequence, first[sequence] + token, head);
   for (int d = threadIdx.x; d < to.dim; d += Threads) row[d] = from[d];
-  if (of_step) wait_for_earlier();  // so that a launch that waits for this one has waited for the earlier ones too
+  if (of_step) wait_for_earlier();  // a launch that waits for this one thus waits for earlier ones too
 }
 
 /// blockIdx: x a row of the window, y a query head, z a sequence, whose next token will be at `next`.
@@ -74,8 +76,8 @@ __global__ void __launch_bounds__(Threads) gather_newest_entry(query_rings<T> fr
 }  // namespace detail
 
 /// Stores the last `window` queries of every (layer, sequence) by their positions, so that neither the host nor a
-/// recorded step counts them: a conversation's window at position n is its last min(window, n) queries. A ring has room
-/// for the longest step beside the window, so a step that is abandoned has not overwritten earlier rows of the window.
+/// recorded step counts them. A conversation's window at position n is its last min(window, n) queries. A ring has room
+/// for the window and for the longest step. So a step that is abandoned has not overwritten rows of the window.
 /// Memory   (layers * sequences * (window + step) + batch * window) * q_heads * k_dim elements.
 template <class T>
 class query_ring {
@@ -92,8 +94,8 @@ class query_ring {
         valid_(std::size_t(batch)),
         first_(std::size_t(batch)) {}
 
-  /// Stores the last queries of rows whose first one is at first[sequence]. `ids`: those of the batch, on the device;
-  /// null: the owner alone.
+  /// Stores the last queries of rows whose first row is at position first[sequence]. `ids`: those of the batch, on the
+  /// device; null: the owner alone.
   void remember(sequence_layer owner, const index_t* ids, const rows_view<const T>& q, const index_t* first,
                 cudaStream_t stream) const {
     const index_t added = (std::min)(q.tokens, window_);

@@ -1,4 +1,4 @@
-// The newest queries of every prompt on the device, for scorers that observe a window, and their log-sum-exps.
+// The newest queries of every prompt on the device, and their log-sum-exps, for scorers that observe a window.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +34,8 @@ class query_window {
         runs_(std::size_t(entries)),
         rows_(std::size_t(entries) * 2 * std::size_t(window) * std::size_t(q_heads) * std::size_t(k_dim)) {}
 
-  /// An entry has memory for two windows: when it is full, the rows that stay never overlap their target.
+  /// An entry has memory for two windows. So when it is full and its newest rows are moved, source and target never
+  /// overlap.
   void remember(std::size_t entry, const rows_view<const T>& q, cudaStream_t stream) {
     const index_t added = (std::min)(q.tokens, window_);
     if (added == 0) return;
@@ -59,7 +60,7 @@ class query_window {
     const run& newest = runs_[entry];
     return nhd_rows<const T>(row_address(entry, newest.first), newest.count, heads_, dim_);
   }
-  /// Does nothing: between turns no queries are stored.
+  /// Does nothing, because no queries are stored between turns.
   void copy(index_t, index_t, cudaStream_t) const {}
   void forget(std::size_t entry) { runs_[entry] = {}; }
 
@@ -84,7 +85,7 @@ class query_window {
 
 namespace detail {
 
-/// blockIdx: x a row of the window, y a query head. The log-sum-exps of other queries than the window's become NaN.
+/// blockIdx: x a row of the window, y a query head. Writes NaN where the attended query differs from the window's.
 template <class T, int Threads>
 __global__ void __launch_bounds__(Threads)
     store_lse_entry(rows_view<const T> window, rows_view<const T> attended, rows_view<float> lse, int dim, float* to) {
@@ -101,9 +102,10 @@ __global__ void __launch_bounds__(Threads)
 
 /// The log-sum-exps of a query_window's rows, from the attention of a prompt over all that a layer stores.
 ///
-/// They equal what a choice by these rows would compute: later tokens are hidden from the rows, and the window forgets
-/// its rows when tokens are dropped. Only the newest call of attention counts, and only where it covered the whole
-/// window. Queries that differ from the window's in any bit leave NaN, which a scorer treats as not given.
+/// They equal the log-sum-exps that a choice would compute from these rows: later tokens are hidden from the rows, and
+/// the window forgets its rows when tokens are dropped. Only the newest call of attention counts, and only where it
+/// covered the whole window. Queries that differ from the window's in any bit get NaN, which a scorer treats as not
+/// given.
 /// Memory   (entries + 1) * window * q_heads floats.   Cost  one small launch a call of attention.
 template <class T>
 class window_lse {
@@ -116,13 +118,13 @@ class window_lse {
         lse_(std::size_t(entries) * row()),
         written_(row()) {}
 
-  /// Memory where attention of `tokens` tokens may write the log-sum-exps of the newest: [1, min(tokens, window),
-  /// q_heads]. Valid until the next call of attention.
+  /// Memory to which attention of `tokens` tokens may write the log-sum-exps of the newest queries: [1, min(tokens,
+  /// window), q_heads]. Valid until the next call of attention.
   rows_view<float> output(index_t tokens) const {
     return nhd_rows(written_.data(), (std::min)(tokens, window_), heads_, 1);
   }
   /// Stores the log-sum-exps of an entry's window. `attended` [1, tokens, q_heads, k_dim]: the newest queries of
-  /// attention. `lse`: those of the last of them, at least as many as the window has rows.
+  /// attention. `lse`: the log-sum-exps of the last of these queries, at least as many as the window has rows.
   void store(std::size_t entry, const query_window<T>& window, const rows_view<const T>& attended,
              const rows_view<float>& lse, cudaStream_t stream) {
     const rows_view<const T> mine = window.queries(entry);

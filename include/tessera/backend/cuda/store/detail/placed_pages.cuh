@@ -76,7 +76,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
             "raise cache_options::rows, or close a sequence");
     host_vector<index_t>& table = entry_pages_[entry];
     const std::size_t wanted = table.size() + std::size_t(more);
-    if (wanted > table.capacity()) table.reserve((std::max)(wanted, 2 * table.size()));  // committing needs no memory
+    if (wanted > table.capacity()) table.reserve((std::max)(wanted, 2 * table.size()));  // commit_room allocates none
     planned_ += more;
     tokens_planned_ = tokens;
   }
@@ -101,7 +101,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
   void grew(std::size_t, index_t) {}
 
   void plan_keep(std::size_t, const token_bound&, const token_bound&) {}
-  /// Rows move down in their own pages. Pages behind `kept` return to the pool.
+  /// Rows move down in their own pages. Pages beyond `kept` return to the pool.
   template <class Mover, class Problem>
   void keep(std::size_t entry, const Problem& problem, const Mover& mover, const token_bound& kept,
             cudaStream_t stream) {
@@ -111,7 +111,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
   void shrank(std::size_t entry, index_t, const token_bound& kept) {
     release(entry_pages_[entry], std::size_t(fixed_pages<Page>::pages_for(kept.longest)));
   }
-  /// Pages stay: the room for new tokens was counted with them.
+  /// No page is released: they count as room for the new tokens.
   void dropped(std::size_t, index_t) {}
 
   void plan_copy(std::size_t to, const token_bound& held) { plan_room(to, held, 0); }

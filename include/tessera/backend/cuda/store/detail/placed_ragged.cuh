@@ -13,16 +13,16 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// What the host knows of how much every entry of a store holds. An entry is a (layer, sequence).
+// Upper bounds, known to the host, of what every entry of a store holds. An entry is a (layer, sequence).
 
-/// Upper bounds of one entry: of all its heads together, and of each.
+/// The bounds of one entry: of all its heads together, and of each head.
 struct stored_tokens : token_bound {
-  const index_t* first;  ///< [kv_heads], when slots were last chosen
-  index_t since;         ///< tokens that every head has got since
+  const index_t* first;  ///< [kv_heads], bounds when slots were last chosen
+  index_t since;         ///< tokens that every head has gained since
   index_t head(index_t h) const { return (std::min)(longest, first[h] + since); }
 };
 
-/// The same of all entries. A step costs one addition an entry.
+/// The bounds of all entries. A step costs one addition per entry.
 class stored_bounds {
  public:
   stored_bounds(index_t entries, index_t kv_heads)
@@ -108,8 +108,8 @@ class placed_rows<Layout, ragged_pages> {
     return offset_t(entries) * kv_heads * ceil_div(tokens, where.page) * where.page;
   }
 
-  /// `rows`: tokens of single kv_heads, as for every placement. Where the placement gives a number of pages, that
-  /// number holds instead.
+  /// `rows`: tokens of single kv_heads, as for every placement. It is ignored where the placement gives a number of
+  /// pages.
   placed_rows(const ragged_pages& where, index_t layers, index_t sequences, index_t kv_heads, index_t tokens,
               offset_t rows)
       : layers_(layers),
@@ -135,7 +135,7 @@ class placed_rows<Layout, ragged_pages> {
     for (index_t row = 0; row < sequences * kv_heads; ++row) firsts.push_back(row * widest_);
     check(cudaMemcpy(firsts_.entry({}), firsts.data(), firsts.size() * sizeof(index_t), cudaMemcpyHostToDevice),
           "cudaMemcpy");
-    check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // streams of the caller's do not wait for it
+    check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // the caller's streams do not wait for it
   }
 
   view_type view(sequence_layer owner) const { return view(owner.layer, firsts_.entry({0, owner.id}), 1); }
@@ -152,7 +152,7 @@ class placed_rows<Layout, ragged_pages> {
   static constexpr bool moves() { return false; }
   void abandon() { plan(); }
 
-  /// Errors   too few pages are neither owned nor promised: tessera::error.
+  /// Errors   fewer pages than the plan needs are neither owned nor promised: tessera::error.
   void plan_room(std::size_t entry, const stored_tokens& held, index_t tokens) {
     for (index_t h = 0; h < heads_; ++h) {
       const index_t group = group_of(entry, h), capacity = capacity_[entry * std::size_t(heads_) + std::size_t(h)];
@@ -199,7 +199,7 @@ class placed_rows<Layout, ragged_pages> {
   void grew(std::size_t, index_t) {}
 
   void plan_keep(std::size_t, const token_bound&, const token_bound&) {}
-  /// Rows move down in their own pages. A group's pages behind its longest head return to the pool.
+  /// Rows move down in their own pages. A group's pages beyond its longest head return to the pool.
   template <class Mover, class Problem>
   void keep(std::size_t entry, const Problem& problem, const Mover& mover, const stored_tokens& kept,
             cudaStream_t stream) {
@@ -214,7 +214,7 @@ class placed_rows<Layout, ragged_pages> {
     }
     release_pages(entry);
   }
-  /// Pages stay: the room for new tokens was counted with them.
+  /// No page is released: they count as room for the new tokens.
   void dropped(std::size_t, index_t) {}
   void plan_copy(std::size_t to, const stored_tokens& held) { plan_room(to, held, 0); }
   void commit_copy(std::size_t from, std::size_t to, const index_t* lengths, const stored_tokens& held,
@@ -233,7 +233,7 @@ class placed_rows<Layout, ragged_pages> {
 
   /// Sets `pages` aside for a sequence, those that it owns included.
   void reserve(index_t id, index_t pages) { pool_.reserve(id, pages); }
-  /// Sets aside as many pages as a sequence owns with `tokens` more in every head; 0: no more than it owns.
+  /// Sets aside the pages that a sequence needs for `tokens` more in every head; 0: only those that it owns.
   /// `held_of(layer)`: what its heads store.
   template <class HeldOf>
   void expect(index_t id, index_t tokens, const HeldOf& held_of) {
@@ -283,7 +283,7 @@ class placed_rows<Layout, ragged_pages> {
   index_t head_of(std::size_t entry, index_t head) const { return index_t(entry) / sequences_ * heads_ + head; }
   index_t group_of(std::size_t entry, index_t head) const { return groups_.group[std::size_t(head_of(entry, head))]; }
 
-  /// Plans that a group of a sequence owns so many pages.
+  /// Plans that a group of a sequence owns at least `pages` pages.
   void want(index_t id, index_t group, index_t pages) {
     const std::size_t at = std::size_t(id) * std::size_t(groups_.count()) + std::size_t(group);
     const index_t planned = (std::max)(wanted_[at], page_count(id, group));
@@ -331,7 +331,7 @@ class placed_rows<Layout, ragged_pages> {
   ragged_pool pool_;
   host_vector<index_t> capacity_;   // by entry and kv_head: tokens that its pages have room for
   host_vector<index_t> wanted_;     // by sequence and group: pages that the plan needs; 0: no more than are owned
-  host_vector<index_t> wanted_by_;  // by sequence: pages beyond those that it owns
+  host_vector<index_t> wanted_by_;  // by sequence: planned pages beyond those that it owns
   host_vector<std::size_t> touched_;
   offset_t more_ = 0;  // pages that the plan claims beyond those that are claimed already
   index_t tokens_planned_ = 0;

@@ -19,9 +19,9 @@ namespace cuda {
 
 namespace detail {
 
-/// Copies block i of a row of one table to block i of the same row of another. blockIdx: x a block, y a row, z a plane,
-/// whose `row_bytes` are those of a block. `tokens`: the length of each row, in blocks of `page`; null: every block of
-/// the grid.
+/// Copies the block that entry i of a row of `from` names to the block that entry i of the same row of `to` names.
+/// blockIdx: x is i, y the row, z a plane, whose `row_bytes` are those of a block. `tokens`: the length of each row,
+/// stored in blocks of `page` tokens; null: every block of the grid is copied.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     copy_blocks_entry(const __grid_constant__ plane_list list, const index_t* tokens, index_t page, const index_t* from,
@@ -46,7 +46,7 @@ struct block_pool {
   float* scales;  ///< of rows that are scaled: those of K, then those of V
   offset_t all, rows;
 
-  /// Copies the blocks that `rows_of_table` rows of one table name, at most `blocks` each, to those of another.
+  /// Copies the blocks that `rows_of_table` rows of `from` name, at most `blocks` each, to those that `to` names.
   void copy(index_t rows_of_table, index_t blocks, const index_t* tokens, index_t page, const index_t* from,
             const index_t* to, index_t stride, cudaStream_t stream) const {
     if (blocks == 0) return;
@@ -63,22 +63,22 @@ struct block_pool {
   }
 };
 
-/// Where a cache's rows lie; specialised by placement. An entry is layer * sequences + id. Changes are planned on the
-/// host first: `plan`, then any number of `plan_room` and `plan_keep`, then `commit_*` for the same entries in the same
-/// order; or `abandon`.
-///   rows_for(placement, entries, kv_heads, tokens), and made with (placement, layers, sequences, kv_heads, tokens,
-///   rows)
-///   view(owner), batch_view(layer)      rows without lengths and positions
-///   columns()                           what a step table has to gather
+/// Where a cache's rows lie; specialised by placement. An entry is layer * sequences + id. Changes are first planned on
+/// the host: call `plan`, then any number of `plan_room` and `plan_keep`. Then call `commit_room` or `keep` for the
+/// same entries in the same order, or `abandon`. Members:
+///   rows_for(placement, entries, kv_heads, tokens)   rows of a pool that suffices
+///   constructor                         (placement, layers, sequences, kv_heads, tokens, rows)
+///   view(owner), batch_view(layer, batch)   rows without lengths and positions
+///   column()                            what a step table has to gather
 ///   plan_room(entry, held, tokens), commit_room(entry, lengths, held, stream)
 ///   plan_keep(entry, held, kept), keep(...)   only the chosen slots stay
 ///   shrank(entry, gained, held)         rows were dropped; the placement may release their room
 ///   dropped(entry, gained)              rows were dropped; room that was committed before stays
-///   plan_copy(to, held), commit_copy(from, to, lengths, held, stream)   an empty entry gets what another one stores,
-///                                       which has these bounds and lengths
+///   plan_copy(to, held), commit_copy(from, to, lengths, held, stream)   an empty entry gets what `from` stores,
+///                                       with these bounds and lengths
 ///   grew(entry, tokens), clear(entry), bytes(entry)
 ///   upper_bound(peaks), available()     the most that a new sequence takes; what is neither owned nor promised
-/// `held` is a stored_tokens: bounds of all heads, and of each.
+/// `held` is a stored_tokens: bounds of all heads together, and of each.
 template <class Layout, class Placement = typename Layout::placement_type>
 class placed_rows {
   static_assert(sizeof(Placement) == 0,
@@ -100,7 +100,7 @@ host_vector<index_t> planes_of() {
 
 }  // namespace detail
 
-/// One pool. An entry's heads lie in one run, each with room behind it.
+/// Rows in one pool. An entry's heads lie in one run. Each head has free rows behind its tokens.
 template <class Layout>
 class placed_rows<Layout, runs> {
  public:
@@ -150,7 +150,7 @@ class placed_rows<Layout, runs> {
     const index_t room = pool_.room_behind(kept.longest, tokens_);
     pool_.plan_run(entry, kept.total + offset_t(heads_) * room, room);
   }
-  /// `problem` has what is chosen, its columns and lengths; rows move to the run that was planned.
+  /// `problem` has the chosen slots, the columns and the lengths. Rows move to the planned run.
   template <class Mover, class Problem>
   void keep(std::size_t entry, Problem problem, const Mover& mover, const token_bound&, cudaStream_t stream) {
     pool_.lay_out(entry, problem.chosen.counts, [&](std::size_t p) { return begins(p); }, stream);

@@ -17,7 +17,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// One number or row of elements for every stored token: rows of `row_bytes`, a multiple of 4, side by side.
+/// An array with one row of `row_bytes` bytes, a multiple of 4, for every stored token.
 struct plane {
   std::byte* data = nullptr;
   index_t row_bytes = 0;
@@ -30,8 +30,8 @@ struct plane_list {
   plane planes[max_planes];
 };
 
-/// Writes where the heads of one entry begin: one after another from `first`, each with its tokens and `room` more.
-/// Without counts each head has `room`.
+/// Writes where the heads of one entry begin. Heads follow one another from `first` on, each with its tokens and `room`
+/// free rows. Without counts each head has `room` rows.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     lay_out_entry(const index_t* counts, index_t heads, index_t room, offset_t first, offset_t* begins) {
@@ -70,13 +70,13 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Rows of all entries, one run an entry, its heads one behind the other. An entry is a (layer, sequence).
+/// Rows of all entries. Each entry has one run, in which its heads follow one another. An entry is a (layer, sequence).
 ///
 /// The device holds where each head begins (`begins` below, the caller's memory), so recorded launches follow rows that
 /// move. The host holds each run and how many more tokens of every head fit into it. Changes are planned on the host
 /// first, for all entries that a call concerns. They are then carried out on the stream in the same order. A plan that
-/// does not fit changes nothing. Where no free run is long enough but all of them together are, the pool closes its
-/// gaps: it can be used to the last row.
+/// does not fit changes nothing. Where no free run is long enough, but all free runs together are, the pool closes its
+/// gaps. So it can be used to the last row.
 class run_pool {
  public:
   run_pool(index_t entries, index_t kv_heads, offset_t rows, const host_vector<index_t>& row_bytes, const char* what)
@@ -92,8 +92,8 @@ class run_pool {
     }
   }
 
-  /// Rows that let every entry hold `tokens` tokens a head, in whatever order entries grow: an entry that moves needs a
-  /// free run beside its old one.
+  /// Rows with which every entry can hold `tokens` tokens per head, in whatever order entries grow. They include a free
+  /// run, because an entry that moves needs one beside its old run.
   static offset_t rows_for(index_t entries, index_t kv_heads, index_t tokens) {
     return (offset_t(entries) + 1) * kv_heads * tokens;
   }
@@ -103,16 +103,17 @@ class run_pool {
     return which < memory_.size() ? reinterpret_cast<T*>(memory_[which].data()) : nullptr;
   }
   bool holds_planes() const { return !memory_.empty(); }
-  /// Where the heads of the run that is being filled begin: see `lay_out`.
+  /// Where the heads of the run that `lay_out` made begin.
   const offset_t* new_begins() const { return new_begins_.data(); }
 
-  /// From now on heads that move get room for at least so many tokens in all.
+  /// From now on, a head that moves gets room for at least `tokens` tokens in all.
   void hold_at_least(index_t tokens) { least_held_ = tokens; }
-  /// Tokens to leave room for behind the `tokens` of a head that moves. No head ever holds more than `capacity`.
+  /// How many tokens to leave room for behind the `tokens` of a head that moves. No head ever holds more than
+  /// `capacity`.
   index_t room_behind(index_t tokens, index_t capacity) const {
     return std::clamp(capacity - tokens, 0, (std::max)(least_held_ - tokens, spare_room(tokens)));
   }
-  /// Rows that every head of an entry has free.
+  /// Free rows of every head of an entry.
   index_t free_rows(std::size_t entry) const { return runs_[entry].free_rows; }
   /// Rows of an entry's run.
   offset_t rows(std::size_t entry) const { return runs_[entry].rows; }
@@ -123,15 +124,15 @@ class run_pool {
   }
   offset_t peak_rows() const { return peak_used_; }
   index_t entries() const { return index_t(runs_.size()); }
-  /// Rows of the pool, and those of them that are free.
+  /// Rows of the pool, and how many of them are free.
   offset_t all_rows() const { return rows_; }
   offset_t available_rows() const { return rows_ - used_; }
-  /// Rows that the run of an entry takes at most whose heads hold at most `longest` tokens, `total` together.
+  /// An upper bound of the rows of a run whose heads hold at most `longest` tokens each and `total` together.
   offset_t upper_bound_rows(index_t longest, offset_t total, index_t capacity) const {
     const offset_t least = offset_t(heads_) * least_held_;
     return (std::min)(offset_t(heads_) * capacity, (std::max)(least, total + offset_t(heads_) * spare_room(longest)));
   }
-  /// The same of all runs of a sequence with these peaks, and of the place to which one of them moves.
+  /// The same for all runs of a sequence with these peaks, and for the run to which one of them moves.
   offset_t upper_bound_rows(const host_vector<layer_peak>& peaks, index_t capacity) const {
     offset_t rows = 0, largest = 0;
     for (const layer_peak& peak : peaks) {
@@ -142,8 +143,7 @@ class run_pool {
     return rows + largest;
   }
 
-  // --- another size
-  // ---------------------------------------------------------------------------------------------------
+  // --- resizing ------------------------------------------------------------------------------------------------------
 
   /// Rows with which every entry can store `tokens` more in each head, in whatever order. `held`: what entries store.
   offset_t rows_to_take(const host_vector<token_bound>& held, index_t tokens, index_t capacity) const {
@@ -199,7 +199,7 @@ class run_pool {
     steps_.clear();
     next_ = 0;
   }
-  /// Whether the rest of the plan moves other runs.
+  /// Whether the rest of the plan moves runs of other entries.
   bool moves() const {
     return std::any_of(steps_.begin() + std::ptrdiff_t(next_), steps_.end(),
                        [](const step& item) { return item.closes_gap; });
@@ -235,9 +235,9 @@ class run_pool {
 
   // --- carrying out, on the stream -----------------------------------------------------------------------------------
 
-  /// Carries out what was planned before the entry's new run, then lays the run out for `counts` tokens by head; null:
-  /// evenly. begins_of(entry): where its heads begin, on the device.
-  /// Returns whether there was a new run.
+  /// Carries out the plan up to the entry's new run. Then lays out that run for `counts` tokens by head; null: all
+  /// heads get equal room. begins_of(entry): where an entry's heads begin, on the device. Returns whether the entry has
+  /// a new run.
   template <class Begins>
   bool lay_out(std::size_t entry, const index_t* counts, const Begins& begins_of, cudaStream_t stream) {
     for (; next_ < steps_.size(); ++next_) {
@@ -344,7 +344,7 @@ class run_pool {
     };
     for (std::size_t i = 0; i < memory_.size(); ++i) {
       const offset_t bytes = row_bytes_[i], by_spare = offset_t(spare_bytes) / bytes;
-      const bool through_spare = down < by_spare;  // else what is copied at a time does not overlap
+      const bool through_spare = down < by_spare;  // otherwise the copied parts do not overlap
       const offset_t piece = (std::max)(down, by_spare);
       for (offset_t done = 0; done < now.rows; done += piece) {
         const offset_t count = (std::min)(piece, now.rows - done) * bytes;

@@ -17,15 +17,15 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Has the calls of the plain store. New tokens are whole rows, in a plain store. `plan_packing` finds which rows are
-/// due and their bases; `commit_packing` packs them into segments. Layers that do not follow the recipe never pack.
-/// Nothing is dropped from segments: heads are equally long, and the host knows every length.
+/// Has the same calls as kv_store. New tokens are stored as whole rows, in a kv_store. `plan_packing` finds the rows
+/// that are due, and their bases. `commit_packing` packs them into segments. Layers that do not follow the recipe never
+/// pack. Nothing is dropped from segments. So all heads have equal lengths, and the host knows every length.
 ///
-/// Full tails are packed between two steps, not inside the step that fills them: sequences of a batch fill theirs at
-/// different steps, and a recorded step would launch the packing for all of them in every layer.
+/// Full tails are packed between two steps, not inside the step that fills them. Sequences of a batch fill their tails
+/// at different steps, and a recorded step would launch the packing for all of them in every layer.
 /// Memory   segments of every (layer, sequence) for `tokens` tokens, and whole rows as a plain cache has them: see
-///          kv_store. Bases when segments begin, 4 * channels * dim bytes for K and V of a head.
-/// Errors   what the device does not pack, when made; a second moment with NaN or infinity: tessera::error.
+///          kv_store. Bases when segments begin: 4 * channels * dim bytes for K and V of a head.
+/// Errors   when made, what the device does not pack; later, a second moment with NaN or infinity: tessera::error.
 template <packing_layout Layout>
 class kv_store<Layout> {
   using rows_type = typename Layout::rows_type;
@@ -123,7 +123,7 @@ class kv_store<Layout> {
     if (packs(owner.layer)) maker_.observe(packed_owner(owner), q, stream);
   }
 
-  /// The operations that move whole rows: those that sliding layers keep, and those that stay when a prompt is packed.
+  /// Makes the operations that move whole rows, which sliding layers keep or which stay when a prompt is packed.
   movers fit(index_t batch, index_t kept, const device_info& device) const {
     return whole_.fit(batch, (std::max)(kept, layout_.rows.tail.tail), device);
   }
@@ -137,7 +137,7 @@ class kv_store<Layout> {
   }
 
   /// Plans to pack what is due when a turn's prompt of `prompt` tokens ends, or, with 0, between steps.
-  /// Errors   rows that have no basis, no memory: nothing has changed.
+  /// Errors   rows without a basis, or too little memory: tessera::error, and nothing has changed.
   void plan_packing(const sequence_layers& owners, index_t prompt, cudaStream_t stream) {
     pending_ = {};
     if (std::any_of(owners.begin(), owners.end(), [&](sequence_layer owner) { return due(owner, prompt) > 0; }))
@@ -209,9 +209,9 @@ class kv_store<Layout> {
     }
   }
 
-  /// Called when a prompt of `prompt` tokens has been through a layer. Makes its new segments on a stream beside
-  /// `stream`; no view counts them before `finish_layer`. Rows that join a segment wait for the prompt's end, as do
-  /// rows that cannot be packed.
+  /// Called when a prompt of `prompt` tokens has been through a layer. Makes its new segments on a second stream. No
+  /// view counts them before `finish_layer`. Rows that join an old segment, or cannot be packed, wait for the prompt's
+  /// end.
   void pack_layer(sequence_layer owner, index_t prompt, cudaStream_t stream) {
     finish_layer(stream);
     const index_t due = this->due(owner, prompt);
@@ -243,8 +243,8 @@ class kv_store<Layout> {
     }
     beside_ = std::move(made);
   }
-  /// Replaces whole rows by the segments of `pack_layer`. Nothing changes where rows have no basis or there is no
-  /// memory: the prompt's end reports it.
+  /// Replaces whole rows by the segments of `pack_layer`. Where rows have no basis or memory is short, nothing changes,
+  /// and the prompt's end reports it.
   void finish_layer(cudaStream_t stream) {
     if (!beside_.is_under_way()) return;
     layer_beside made = std::exchange(beside_, {});
@@ -264,8 +264,8 @@ class kv_store<Layout> {
     whole_.keep(owner, {newest_.selection(whole_.lengths(owner), left, stream), kept}, stream);
   }
 
-  /// Called between two steps, or before a turn's first chunk. Segments of these sequences that were searched replace
-  /// the old ones. Others end before the rows that steps have filled join them.
+  /// Called between two steps, or before a turn's first chunk. Segments that searches of these sequences have made
+  /// replace the old ones. Other searches end before further rows join a segment.
   void settle(const host_vector<index_t>& ids, bool prompt, cudaStream_t stream) {
     for (const index_t id : ids) {
       bool due = prompt;
@@ -300,7 +300,7 @@ class kv_store<Layout> {
       maker_.forget({layer, id});
     }
   }
-  /// Logical positions by kv_head, ascending: of packed rows their slots. Synchronises.
+  /// Logical positions by kv_head, ascending. The position of a packed row is its slot. Synchronises.
   host_vector<host_vector<index_t>> downloaded_positions(sequence_layer owner) const {
     auto all = whole_.downloaded_positions(owner);
     const index_t packed = packed_rows_of(owner);
@@ -342,7 +342,7 @@ class kv_store<Layout> {
   using packing_plan = cuda::packing_plan<view_type>;
 
   bool packs(index_t layer) const { return packing_.number[std::size_t(layer)] >= 0; }
-  /// The same among the layers that pack.
+  /// The same owner, with its layer's number among the layers that pack.
   sequence_layer packed_owner(sequence_layer owner) const { return packing_.owner(owner); }
   index_t packed_rows_of(sequence_layer owner) const {
     return packs(owner.layer) ? packed_.rows(packed_owner(owner)) : 0;
@@ -354,7 +354,7 @@ class kv_store<Layout> {
     const index_t whole = whole_.bound(owner).longest;
     return prompt > 0 ? layout_.rows.tail.packed_after_prompt(whole) : layout_.rows.tail.packed_after_step(whole);
   }
-  /// Whether they are segments of their own.
+  /// Whether these rows begin segments of their own.
   bool begins_segments(sequence_layer owner, index_t prompt) const {
     return packed_.segments(packed_owner(owner)).empty() || prompt >= rows_type::own_segment_tokens;
   }
@@ -362,7 +362,7 @@ class kv_store<Layout> {
     for (index_t first = 0; first < due; first += share)
       to.push_back({view(owner), owner.layer, first, (std::min)(share, due - first)});
   }
-  /// Plans for whole rows. Where there is no room, plans once more after the layer beside has released its rows.
+  /// Runs a plan of whole rows. If there is no room, releases the rows of the layer beside, and plans again.
   template <class Plan>
   void plan_whole(const Plan& plan, cudaStream_t stream) {
     if (!beside_.is_under_way()) return plan();
@@ -373,7 +373,7 @@ class kv_store<Layout> {
     }
     plan();
   }
-  /// Packs whole rows into segments, all rows of the plan at once.
+  /// Packs whole rows into segments, all rows of the plan in one go.
   void encode(packing_plan& made, cudaStream_t stream) {
     made.problems.clear();
     for (const joining_rows& rows : made.joining)
@@ -382,7 +382,7 @@ class kv_store<Layout> {
     searches_.noted(made.problems, made.joining, packing_, stream);
   }
 
-  stream_beside stream_beside_;  // the first member: an assignment waits for it before memory is released
+  stream_beside stream_beside_;  // first, so that an assignment waits for it before memory is released
   Layout layout_;
   index_t heads_, tokens_;
   column_set with_;

@@ -15,14 +15,14 @@ namespace cuda {
 
 /// Bytes from one row's values to the next one's: threads load 16 bytes at a time.
 TESSERA_HD constexpr index_t value_stride(index_t value_bytes) { return (value_bytes + 15) / 16 * 16; }
-/// Words of a row's bits.
+/// Words of a row's channel bits.
 TESSERA_HD inline index_t bit_words(const packed_format& format) { return ceil_div(format.groups(), 32); }
-/// Channels as matrix instructions take them; those that are added are 0.
+/// `channels`, rounded up to what matrix instructions take; the added channels are 0.
 TESSERA_HD constexpr index_t whole_channels(index_t channels) { return (channels + 15) / 16 * 16; }
 
-/// Vectors of one kind in a segment: keys, values, or the mean keys of blocks. Planes are [kv_heads, capacity] rows; a
+/// Vectors of one kind in a segment: keys, values, or the mean keys of blocks. Planes are [kv_heads, capacity] rows. A
 /// row is `value_stride` bytes of values, `bit_words` words of bits, and a scale where the format has scales. Heads may
-/// stand further apart than their rows need: see `segment_store`.
+/// be further apart in memory than their rows need: see `segment_store`.
 struct packed_vectors {
   packed_format format;
   index_t capacity = 0;  ///< rows of a head: from one head's scales to the next one's
@@ -30,7 +30,7 @@ struct packed_vectors {
   std::uint32_t* bits = nullptr;          ///< null where all rows of a head share `set`
   float* scales = nullptr;                ///< null where rows have none
   const std::uint32_t* set = nullptr;     ///< [kv_heads, bit_words]
-  const float* basis = nullptr;           ///< [kv_heads, channels, dim]; null: as the engine hands vectors over
+  const float* basis = nullptr;           ///< [kv_heads, channels, dim]; null: the engine's own basis
   offset_t value_lane = 0, bit_lane = 0;  ///< from one head to the next one, in bytes and in words
 
   TESSERA_HD offset_t row(index_t head, index_t i) const { return offset_t(head) * capacity + i; }
@@ -50,13 +50,14 @@ struct packed_vectors {
 
 /// One segment of a (layer, sequence).
 struct device_segment {
-  packed_vectors k, v, means;  ///< means: one a block, as keys are
+  packed_vectors k, v, means;  ///< means: one row per block, stored like keys
   index_t block = 0;           ///< rows of a block; 0: no means
   index_t* rows = nullptr;     ///< [kv_heads], on the device: they grow there
 };
 
-/// What a batch stores of one layer. An entry is a (layer, sequence). Slots go through a sequence's segments in order,
-/// then through its whole rows. `Whole` is the kv_view of the whole rows: its lengths and positions are theirs alone.
+/// What a batch stores of one layer. An entry is a (layer, sequence). Slots count through a sequence's segments in
+/// order, then through its whole rows. `Whole` is the kv_view of the whole rows; its lengths and positions are those of
+/// the whole rows only.
 template <class Whole>
 struct packed_view {
   using element_type = typename Whole::element_type;
@@ -80,7 +81,7 @@ struct packed_view {
   TESSERA_HD index_t position(index_t sequence, index_t head, index_t slot) const {
     return positions ? positions[position_begin[offset_t(sequence) * whole.kv_heads + head] + slot] : slot;
   }
-  /// The position of whole row `row`, behind `earlier` packed ones.
+  /// The position of whole row `row`, which `earlier` packed rows precede.
   TESSERA_HD index_t whole_position(index_t sequence, index_t head, index_t earlier, index_t row) const {
     return whole.positions ? whole.position(sequence, head, row) : position(sequence, head, earlier + row);
   }
@@ -103,8 +104,8 @@ __device__ __forceinline__ void with_element(packed_element element, const Visit
   }
 }
 
-/// begins [count + 1] = the sums of `units_of(i)` over what lies before each of `count` segments, and over all of them.
-/// By all threads of a block; ends with a barrier.
+/// Fills begins [count + 1]. begins[i] is the sum of `units_of` over the segments before segment i; begins[count] is
+/// the sum over all. All threads of a block call it. It ends with a barrier.
 template <class UnitsOf>
 __device__ __forceinline__ void fill_sums(index_t count, index_t* begins, const UnitsOf& units_of) {
   if (threadIdx.x < 32) {
@@ -122,7 +123,7 @@ __device__ __forceinline__ void fill_sums(index_t count, index_t* begins, const 
   __syncthreads();
 }
 
-/// The same of units of `unit` rows (0: of each segment's block) of a (sequence, kv_head).
+/// The same for the segments of a (sequence, kv_head), in units of `unit` rows; 0: of each segment's block.
 template <class View>
 __device__ __forceinline__ void fill_begins(const View& view, index_t sequence, index_t head, index_t count,
                                             index_t unit, index_t* begins) {
@@ -134,8 +135,8 @@ __device__ __forceinline__ void fill_begins(const View& view, index_t sequence, 
 
 }  // namespace detail
 
-/// Memory of one segment's rows and means, for as many rows of every kv_head as it is made for. Bases and sets are
-/// others'.
+/// Memory of one segment's rows and means, for as many rows of every kv_head as it is made for. It does not own bases
+/// and sets.
 class segment_memory {
  public:
   /// `block` 0: no means.
@@ -214,12 +215,13 @@ __device__ __forceinline__ std::uint32_t highest_bit(std::uint32_t word) {
 /// The set bits of words, one after another, from the highest of the first word on. A bit's position counts `Step` for
 /// every bit before it, set or not.
 ///
-/// Bits that were read are shifted out of all words, so the next one is always looked for in the first word. No step
-/// asks where a word ends.
+/// Bits that were read are shifted out across all words. So the next bit is always in the first word, and no step has
+/// to check where a word ends.
 template <int Words, int Step>
 struct bit_stream {
   std::uint32_t words[Words];
-  /// The position where the first word begins. It is behind by 32 bits for each bit that was read since `count`.
+  /// The position where the first word begins. Until `count` corrects it, it lags by 32 bits for each bit that was
+  /// read.
   std::uint32_t position;
 
   /// The position of the next set bit, the `Taken`th since `count`. The first word must have one.
@@ -260,7 +262,7 @@ inline constexpr int values_in_word = Element == packed_element::fp8    ? 4
                                       : Element == packed_element::int4 ? 8
                                                                         : 2;
 
-/// Four values of a row: of bf16 and fp16 8 bytes, of fp8 4, of int4 2.
+/// Four values of a row: 8 bytes in bf16 and fp16, 4 in fp8, 2 in int4.
 template <packed_element Element>
 struct four_values {
   static constexpr int words = values_in_word<Element> == 2 ? 2 : 1;
@@ -304,9 +306,9 @@ __device__ __forceinline__ float value_of(std::uint32_t word, int i) {
 }
 
 /// How packed rows of up to `Channels` 16-bit values lie in shared memory. Eight lanes that read the same 16 bytes of
-/// eight rows read from all banks, so none waits for another. Rows of at most 256 bytes are a power of two apart, and
-/// each row has its pieces of 16 bytes in another order. Longer rows would take too much memory that way; they are an
-/// odd number of 16 bytes apart.
+/// eight rows read from all banks, so there are no bank conflicts. Rows of at most 256 bytes are a power of two apart,
+/// and each row has its 16-byte pieces in another order. Longer rows would take too much memory that way. They are an
+/// odd multiple of 16 bytes apart.
 template <int Channels>
 struct row_layout {
   static constexpr bool turned = Channels <= 128;
@@ -328,8 +330,8 @@ struct row_layout {
 };
 
 /// Walks one row, whose values lie in shared memory. One thread walks a row; the other threads of its warp walk other
-/// rows. Groups of `Group` channels that stay are walked from the first one up and from the last one down in turns, so
-/// that neither direction waits for the other's bits.
+/// rows. The kept groups of `Group` channels are walked alternately from the first one up and from the last one down,
+/// so that neither direction waits for the other's bits.
 ///
 /// visit(position, words, j): the group at `position` has the values j to j + Group - 1 of `words`. The first of all
 /// groups has the position `first`, and every later one `Step` more.
@@ -354,7 +356,7 @@ class row_walk {
     gaps_ = Words > 1 && __any_sync(~0u, apart);
   }
 
-  /// All `count` values of the row, which begins at `row` of `shared`.
+  /// Walks all `count` values of the row, which begins at `row` of `shared`.
   template <class Visit>
   __device__ __forceinline__ void walk(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
     if constexpr (!Way::usual)
@@ -364,7 +366,7 @@ class row_walk {
     else
       walk_all<false>(count, shared, row, visit);
   }
-  /// The next `count` values, where no others are staged. Earlier calls must have walked up, too.
+  /// Walks the next `count` values upwards, where only these are staged. Earlier calls must have walked upwards too.
   template <class Visit>
   __device__ __forceinline__ void walk_up(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
     int done = 0;
@@ -378,8 +380,8 @@ class row_walk {
   __device__ static __forceinline__ four values_at(const unsigned char* shared, unsigned row, int i) {
     return four(shared + Places::byte(row, unsigned(i * value_bits / 8)));
   }
-  /// Eight values a round, four from each end. Rounds of sixteen are as many instructions, but warps wait longer for
-  /// their code to come.
+  /// Walks eight values a round, four from each end. Rounds of sixteen take as many instructions, but warps wait longer
+  /// for instruction fetches.
   template <bool Gaps, class Visit>
   __device__ __forceinline__ void walk_all(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
     int done = 0, end = count;
@@ -404,7 +406,7 @@ class row_walk {
     take.template operator()<2>(), take.template operator()<3>();
     stream.count(4 / Group);
   }
-  /// The group whose first value is `i`.
+  /// Visits the group whose first value is `i`.
   template <bool Gaps, class Stream, class Visit>
   __device__ static __forceinline__ void walk_group(Stream& stream, int i, const unsigned char* shared, unsigned row,
                                                     const Visit& visit) {
@@ -421,20 +423,20 @@ class row_walk {
 
   bit_stream<Words, Step> up_;
   bit_stream<Words, -Step> down_;
-  bool gaps_ = false;  // a warp's rows have them: words are looked at before every step
+  bool gaps_ = false;  // whether the warp's rows have long gaps: then every step checks for empty words
 };
 
-/// Words for the bits of every group of `Group` channels, at most `Channels`; and where a quarter of the channels is
-/// left out.
+/// Words with a bit for every group of `Group` channels, at most `Channels`. `usual_words`: where a quarter of the
+/// channels is left out.
 template <int Channels, int Group>
 inline constexpr int group_words = (Channels + Group * 32 - 1) / (Group * 32);
 template <int Channels>
 inline constexpr int usual_words = group_words<Channels * 3 / 4, 1>;
 
-/// One way along rows: values of `Element`, a word of bits for every 32 groups of `Group` channels. Rows of usual
-/// formats are walked from both ends, and without looking at the words where no row of the warp has long gaps. Others
-/// go up only and look before each value: that is slower, but a quarter of the code, of which rare formats would else
-/// be the larger part.
+/// One way to walk rows: values of `Element`, and a word of bits for every 32 groups of `Group` channels. Rows of usual
+/// formats are walked from both ends. Where no row of the warp has long gaps, empty words are not checked for. Rows of
+/// other formats are walked upwards only, with a check before each value. That is slower, but it takes a quarter of the
+/// code. Otherwise rare formats would be the larger part of the code.
 template <packed_element Element, int Words, int Group, bool Usual>
 struct row_way {
   static constexpr packed_element element = Element;
@@ -442,8 +444,8 @@ struct row_way {
   static constexpr bool usual = Usual;
 };
 
-/// The way along rows of a format, as `with_way` takes it: for each element of single channels with the usual words or
-/// with all, of two, of four channels.
+/// The number of a format's way, as `with_way` takes it. For each element there are four ways: single channels with the
+/// usual words, single channels with all words, groups of two channels, groups of four.
 template <int Channels>
 __device__ __forceinline__ int way_of(const packed_format& format) {
   const int element = format.element == packed_element::fp8 ? 1 : format.element == packed_element::int4 ? 2 : 0;
@@ -451,8 +453,9 @@ __device__ __forceinline__ int way_of(const packed_format& format) {
   return element * 4 + group;
 }
 
-/// Calls run.template operator()<row_way>(); 16-bit elements are of the type that `Tile` names. One switch: the code of
-/// the ways lies far apart, and every branch that ends behind another one is a miss of the instruction cache.
+/// Calls run.template operator()<row_way>(); 16-bit elements are of the type that `Tile` names. There is a single
+/// switch, because the code of the ways lies far apart: in a chain of branches, each one would miss the instruction
+/// cache.
 template <class Tile, int Channels, class Run>
 __device__ __forceinline__ void with_way(int way, const Run& run) {
   constexpr packed_element same = std::is_same_v<Tile, bf16> ? packed_element::bf16 : packed_element::fp16;
@@ -496,7 +499,7 @@ struct bit_rows {
         words(unsigned(bit_words(from.format))),
         stride(from.format.own_bits ? words : 0) {}
 
-  /// Those of row `i`. Words that the format has not stay as they are.
+  /// Loads the bits of row `i`. Words that the format does not have are left unchanged.
   template <int Most>
   __device__ __forceinline__ void load(index_t i, std::uint32_t (&to)[Most]) const {
     const std::uint32_t* row = bits + std::uint64_t(unsigned(i)) * stride;
@@ -506,8 +509,8 @@ struct bit_rows {
     }
   }
 
-  /// Begins to copy the bits of the lane's row `i` to shared memory; by all lanes of a warp. The first word goes to
-  /// `to`, and each further word 128 bytes behind the one before it: so 32 lanes have their words beside each other.
+  /// Begins to copy the bits of the lane's row `i` to shared memory. All lanes of a warp call it. The first word goes
+  /// to `to`, and each further word 128 bytes behind the previous one, so that the words of 32 lanes lie side by side.
   template <int Most>
   __device__ __forceinline__ void copy(index_t i, std::uint32_t to) const {
     const std::uint32_t* row = bits + std::uint64_t(unsigned(i)) * stride;
@@ -517,7 +520,7 @@ struct bit_rows {
       if (w < words) copy_async4(own + w * 128, row + w, evict_first_policy());
     }
   }
-  /// Reads what `copy` brought to this lane; words that the format has not become 0.
+  /// Reads what `copy` brought to this lane. Words that the format does not have become 0.
   template <int Most>
   __device__ __forceinline__ void read(const unsigned char* from, std::uint32_t (&to)[Most]) const {
 #pragma unroll

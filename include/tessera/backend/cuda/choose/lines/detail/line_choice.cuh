@@ -8,8 +8,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Counts of the lines that are chosen together. There are two: one is filled while that of the previous batch is read
-/// for the last time.
+/// Counts of the lines that are chosen together. There are two such structs: one is filled while the other, of the
+/// previous batch, is read for the last time.
 struct line_batch {
   unsigned long long units;
   unsigned largest, listed[3], taken;
@@ -19,25 +19,25 @@ struct line_counters {
   unsigned long long all, covered, bins[256];
   line_batch batches[2];
 };
-/// The lists of a head: lines to judge now, lines to judge next, and chosen lines of the batch.
+/// The lists of a head: lines to judge in this turn, lines to judge in the next turn, and chosen lines of the batch.
 struct line_lists {
   index_t *now, *next, *taken;
 };
 
-/// Sums are whole numbers of 2^-40, so that they do not depend on the order in which threads add; a sum of weights is
-/// at most the number of sampled rows, which are at most 2^12.
+/// Sums are whole numbers in units of 2^-40, so that they do not depend on the order in which threads add. A sum of
+/// weights is at most the number of sampled rows, which is at most 2^12.
 __device__ __forceinline__ unsigned long long in_units(float weight) {
   return (unsigned long long)(double(weight) * double(1ull << 40));
 }
 
 /// Chooses lines of one query head, by one block or by a cluster of them.
 ///
-/// The greedy method chooses one line after another: the one that covers the largest uncovered weight for its length.
-/// The order of two lines matters only where they cross. So a line that comes before every line that crosses it in
-/// something uncovered is one that the greedy method chooses, with the weight that it has now. All such lines are
-/// chosen at once, batch after batch, among the lines above a threshold that falls by half. The lines of the last batch
-/// are sorted and cut. The result is the greedy method's set, up to rounding. A line has a number: a slash its
-/// distance, a vertical `stride` plus its slot.
+/// The greedy method chooses one line after another: each time, the line with the largest uncovered weight per entry.
+/// The order of two lines matters only where they cross. A line may come, in the greedy order, before every line that
+/// crosses it in an uncovered entry. Then the greedy method chooses this line with the weight that it has now. All such
+/// lines are chosen at once, batch after batch, among the lines above a threshold that falls by half. The lines of the
+/// last batch are sorted and cut. The result is the greedy method's set, up to rounding. Lines are numbered: a slash by
+/// its distance, a vertical by `stride` plus its slot.
 template <int Blocks, int Threads>
 struct line_chooser {
   using team = block_team<Blocks>;
@@ -76,8 +76,8 @@ struct line_chooser {
     float weight;
     index_t crossing;
   };
-  /// The uncovered weight at sampled row r of a line that is not chosen, and the line that crosses it there. There is
-  /// no branch, so the loads for many rows overlap: a choice waits for little else.
+  /// The uncovered weight, at sampled row r, of a line that is not chosen, and the line that crosses it there. There is
+  /// no branch, so that the loads for many rows overlap; a choice waits mostly for these loads.
   __device__ entry entry_of(index_t line, index_t r) const {
     const bool slash = is_slash(line);
     const index_t own = slash ? line : line - index_t(lines.stride), row = lines.rows[r];
@@ -95,7 +95,7 @@ struct line_chooser {
     for (; r < lines.row_count; r += step) sum += entry_of(line, r).weight;
     return sum;
   }
-  /// Whether a line of `worth` an entry comes before all lines that cross it in something uncovered.
+  /// Whether a line of `worth` per entry comes before all lines that cross it in an uncovered entry.
   __device__ bool comes_first(index_t line, float worth, index_t r, index_t step) const {
     bool first = true;
 #pragma unroll 6
@@ -195,8 +195,8 @@ struct line_chooser {
     team::sync();
   }
 
-  /// Takes all that the greedy takes of at least `threshold` an entry; `batch.largest` is then the most of what is
-  /// left. Clears `last`, which nobody reads behind the first barrier.
+  /// Takes all lines that the greedy method takes at `threshold` per entry or more. Then `batch.largest` is the largest
+  /// of the remaining gains. Clears `last`, which nobody reads behind the first barrier.
   __device__ void take_batch(float threshold, line_batch& batch, line_batch& last) const {
     list_all(threshold, batch);
     team::sync();
@@ -207,9 +207,9 @@ struct line_chooser {
     for (int turn = 0;; turn = (turn + 1) % 3) {
       const index_t count = index_t(load(batch.listed[turn]));
       if (count == 0) return;
-      if (leads()) batch.listed[(turn + 2) % 3] = 0;  // all have read it a turn ago
+      if (leads()) batch.listed[(turn + 2) % 3] = 0;  // every thread read it in the previous turn
       sort_out(list, count, threshold, rest, batch, batch.listed[(turn + 1) % 3]);
-      team::sync();  // until here nothing has been chosen that others take for uncovered
+      team::sync();  // before it, no thread chooses a line that others still read
       const index_t taken = index_t(load(batch.taken));
       unsigned long long units = 0;
       for (index_t i = before + rank(); i < taken; i += stride_of_threads) {
@@ -224,8 +224,8 @@ struct line_chooser {
     }
   }
 
-  /// Lists what may be worth `threshold` an entry, by what lines were worth when they were last looked at: gains only
-  /// fall.
+  /// Lists the lines that may be worth `threshold` per entry. It goes by what lines were worth when last looked at,
+  /// because gains only fall.
   __device__ void list_all(float threshold, line_batch& batch) const {
     float most = 0;
     const index_t rounds = ceil_div((max)(lines.next, lines.slots), stride_of_threads);
@@ -252,22 +252,22 @@ struct line_chooser {
     join_most(batch.largest, most);
   }
 
-  /// Looks at the listed lines once more: a line that comes before all lines that cross it is chosen, one below the
-  /// threshold waits for another batch, the rest is listed again.
+  /// Looks at the listed lines once more. A line that comes before all lines that cross it is chosen. A line below the
+  /// threshold waits for another batch. All others are listed again.
   __device__ void sort_out(const index_t* list, index_t count, float threshold, index_t* rest, line_batch& batch,
                            unsigned& rest_count) const {
-    // Lists are short and rows far apart in memory: neighbouring threads share a line.
+    // Lists are short, and rows lie far apart in memory, so neighbouring threads share a line.
     constexpr index_t sharing = line_sharing, lines_at_once = stride_of_threads / sharing;
     const index_t part = rank() % sharing;
     float most = 0;
     const index_t rounds = ceil_div(count, lines_at_once);
     for (index_t round = 0; round < rounds; ++round) {  // whole warps, for their ballots
       const index_t i = round * lines_at_once + rank() / sharing;
-      if (i - index_t(threadIdx.x % 32) / sharing >= count) break;  // nothing for this warp: mostly for nine of ten
+      if (i - index_t(threadIdx.x % 32) / sharing >= count) break;  // no line for this warp, as for nine of ten
       const bool own = i < count;
       const index_t line = list[own ? i : 0];
-      // Others see the old gain or the new one: both are at least what the line is worth, so none of them comes too
-      // early.
+      // Other threads see the old gain or the new one. Both are at least what the line is worth, so no other line is
+      // chosen too early.
       const float left = lanes_sum<sharing>(uncovered(line, part, sharing));
       if (own && part == 0) gain(line) = left;
       const index_t length = length_of(line);
@@ -282,7 +282,7 @@ struct line_chooser {
     join_most(batch.largest, most);
   }
 
-  /// Of the batch's lines only the greedy's first stay, until they add `wanted`.
+  /// Of the batch's lines, keeps only the first ones in greedy order, until they add `wanted`.
   __device__ void cut_batch(unsigned long long wanted, index_t taken) const {
     if (taken <= Threads) {
       cut_few(wanted, taken);
@@ -297,8 +297,9 @@ struct line_chooser {
     team::sync();
   }
 
-  /// The same of as many lines as a block has threads: each block has all keys and weights in shared memory. A line
-  /// goes if those before it are enough. The selection by digits took 15 % of a choice for them (32K, H200, CUDA 13.0).
+  /// The same for at most as many lines as a block has threads: each block has all keys and weights in shared memory. A
+  /// line is dropped if the lines before it add enough. For so few lines, the selection by digits took 15 % of a choice
+  /// (32K, H200, CUDA 13.0).
   __device__ void cut_few(unsigned long long wanted, index_t taken) const {
     __shared__ unsigned long long keys[Threads], weights[Threads];
     const index_t own = index_t(threadIdx.x);
@@ -314,7 +315,8 @@ struct line_chooser {
     team::sync();
   }
 
-  /// The largest key such that the items from it on weigh `wanted` together; 0 where all of them do not. Keys differ.
+  /// The largest key such that all items from it upwards weigh `wanted` together; 0 if all items weigh less. Keys
+  /// differ.
   template <class WeightOf, class KeyOf>
   __device__ unsigned long long select(index_t count, unsigned long long wanted, const WeightOf& weight_of,
                                        const KeyOf& key_of_item) const {
@@ -332,7 +334,7 @@ struct line_chooser {
       }
       team::sync();
       const int bin = bin_of(wanted);
-      if (bin < 0) return 0;  // only in the first round
+      if (bin < 0) return 0;  // happens only in the first round
       prefix |= (unsigned long long)(bin) << shift;
     }
     return prefix;
@@ -357,7 +359,7 @@ struct line_chooser {
     const unsigned enough = __ballot_sync(~0u, up_to >= wanted);
     if (enough == 0) return -1;
     const int first = __ffs(int(enough)) - 1;
-    unsigned long long left = wanted - (up_to - sum);  // of interest to lane `first` alone
+    unsigned long long left = wanted - (up_to - sum);  // only lane `first` uses it
     int bin = top;
 #pragma unroll
     for (int i = 0; i < each - 1; ++i) {

@@ -1,4 +1,4 @@
-// The attention of a few rows of a prompt chunk on the device, and what each line carries of it.
+// The attention of a few rows of a prompt chunk on the device, and how much of it each line carries.
 #pragma once
 
 #include "../../../../../core/logit_rule.hpp"
@@ -11,8 +11,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// What is looked at of one sequence's chunk: the device's sampled_attention. Every pointer is a device pointer; arrays
-/// of lines have `stride` entries a query head, of which slots, or distances, come first.
+/// What is sampled of one sequence's chunk: the device's sampled_attention. Every pointer is a device pointer. Arrays
+/// of lines have `stride` entries per query head; the first ones are those of slots, or of distances.
 struct line_sample {
   index_t first, next;  // the chunk's rows have the positions [first, next)
   const index_t* rows;  // [row_count]: positions of the sampled rows, ascending
@@ -26,7 +26,7 @@ struct line_sample {
   float* logits;                 // [heads of a slice, row_count, stride]; written up to the row's own tile
   float2* parts;     // [heads of a slice, row_count, tiles]: largest logit and sum of exponentials of 64 slots
   float2* states;    // [heads of a slice, row_count]: largest logit and one over the sum, 0 where there is none
-  float* verticals;  // [heads of a slice, stride]: what a slot's column carries, or still adds
+  float* verticals;  // [heads of a slice, stride]: weight of a slot's column, or what it still adds
   float* slashes;    // [heads of a slice, stride]: by distance
   std::uint8_t* has_vertical;          // [q_heads, stride]: 1 where a slot's column is chosen
   std::uint8_t* has_slash;             // [q_heads, stride]
@@ -45,8 +45,8 @@ struct line_sample {
     std::uint8_t *has_vertical, *has_slash;
     offset_t stride;
 
-    /// What a sampled row gives a slot. One value wherever it is asked for: the product is rounded before it is added
-    /// to anything.
+    /// The weight that a sampled row gives a slot. It has the same bits wherever it is used, because the product is
+    /// rounded before it is added to anything.
     __device__ float weight(index_t r, index_t slot) const { return weight_of(logits[r * stride + slot], states[r]); }
     __device__ static float weight_of(float logit, float2 state) {
       return logit > -infinity && state.y > 0 ? __fmul_rn(exp2f((logit - state.x) * log2e), state.y) : 0.0f;
@@ -86,7 +86,8 @@ struct line_sample {
   }
 };
 
-/// Positions by slot, and how many slots lie below a position, of every kv_head: only where slots are no positions.
+/// Positions by slot, and how many slots lie below a position, for every kv_head. Needed only where slots are not
+/// positions.
 template <class View, int Threads>
 __global__ void __launch_bounds__(Threads)
     line_positions_entry(const __grid_constant__ View view, index_t next, offset_t stride, index_t* positions,
@@ -104,9 +105,9 @@ __global__ void __launch_bounds__(Threads)
   }
 }
 
-/// Logits of the sampled rows of all query heads of a kv_head: 64 rows against 64 slots a block, -infinity where a row
-/// does not see a slot; nothing of tiles that only newer rows see, but for the first. Rows are numbered by position, of
-/// all heads in turn.
+/// Logits of the sampled rows of all query heads of a kv_head, 64 rows against 64 slots per block. A logit is -infinity
+/// where a row does not see a slot. Tiles that only newer rows see are not written, except the first tile. Rows are
+/// numbered by position, all heads of a position one after another.
 template <class View>
 struct line_logits {
   using T = typename View::element_type;
@@ -176,7 +177,7 @@ struct line_logits {
           float& x = s[i][half * 2 + j];
           const bool sees = slot + j < stored && rule.visible(position, view.position(0, kv_head, slot + j));
           x = sees ? quick_cap(rule, x * scale) : -infinity;
-          top = fmaxf(top, x);  // a NaN is not seen
+          top = fmaxf(top, x);  // ignores NaN
         }
         if (slot < seen.stride) *reinterpret_cast<float2*>(to + slot) = make_float2(s[i][half * 2], s[i][half * 2 + 1]);
       }
@@ -248,8 +249,8 @@ __global__ void __launch_bounds__(Threads)
   seen.states[own] = make_float2(top, sum > 0 ? __fdividef(1.0f, sum) : 0.0f);
 }
 
-/// Sums over the sampled rows as so many threads take them that share a line: what is left of a line is then never more
-/// than what it began with, not by rounding either.
+/// How many threads share a line when it is summed over the sampled rows. The number is the same everywhere, so that
+/// rounding never makes the rest of a line larger than its first sum.
 inline constexpr index_t line_sharing = 8;
 template <int Lines, class WeightsOf>
 __device__ __forceinline__ void sum_of_rows(index_t rows, const WeightsOf& weights_of, float (&sums)[Lines]) {
@@ -276,8 +277,8 @@ __device__ __forceinline__ void sum_of_rows(index_t rows, const WeightsOf& weigh
   for (int l = 0; l < Lines; ++l) sums[l] = part[0][l];
 }
 
-/// Columns of a thread, for which it looks once at a row's position and state. As many slash lines lost: 176 us against
-/// 85 at 32K (48 rows, 32 query heads, H200, CUDA 13.0).
+/// Columns of a thread, which reads a row's position and state once for all of them. The same number of slash lines per
+/// thread was slower: 176 us against 85 at 32K (48 rows, 32 query heads, H200, CUDA 13.0).
 inline constexpr int columns_of_thread = 4;
 
 /// What a column carries, for each slot of a query head.

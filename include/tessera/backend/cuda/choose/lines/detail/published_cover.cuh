@@ -1,4 +1,4 @@
-// LoopServe's published greedy on the device: lines of both kinds in order, then line after line.
+// LoopServe's published greedy method on the device: sorts the lines of both kinds, then chooses line after line.
 #pragma once
 
 #include "../../../../../math/published_walk.hpp"
@@ -9,10 +9,10 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// What the published greedy needs of a query head's lines: memory of six numbers a position, as line_lists are.
+/// Memory of the published greedy method for a query head's lines: six numbers per position, as for line_lists.
 struct published_lists {
   static constexpr index_t arrays = 6;
-  index_t *slashes, *verticals;  // [2, stride] each: sorting writes the one and the other; the second ends in order
+  index_t *slashes, *verticals;  // [2, stride] each: sorting alternates between the halves; the second ends sorted
   float *largest_of_slash, *largest_of_vertical;  // [stride] each
   offset_t stride;
 
@@ -48,21 +48,21 @@ __global__ void __launch_bounds__(Threads)
   (is_slash ? own.largest_of_slash : own.largest_of_vertical)[line] = largest;
 }
 
-/// Sorts lines by falling weight, by one block; of equal weights the lower line comes first. It makes four stable
-/// passes over digits of 8 bits. Each warp has a stretch of the lines and moves 32 of them at a time.
-/// CUB's segmented sort took 10.4 s more to compile, in each file with a cache (2 cores, CUDA 13.0).
+/// One block sorts lines by falling weight. Among equal weights the lower line comes first. It makes four stable passes
+/// over digits of 8 bits. Each warp has a range of the lines and moves 32 of them at a time. CUB's segmented sort took
+/// 10.4 s more to compile, in each file with a cache (2 cores, CUDA 13.0).
 template <int Threads>
 struct line_sort {
   static constexpr int warps = Threads / 32, digits = 256, counters_per_thread = digits * warps / Threads;
   static_assert(digits * warps % Threads == 0 && warps % counters_per_thread == 0,
                 "tessera: threads share the counters evenly");
-  // How many lines of a digit a warp has, then where the next of them goes. One column more spreads lanes over banks.
+  // How many lines with a digit a warp has, then where the next of them goes. The extra column avoids bank conflicts.
   index_t positions[digits][warps + 1];
   block_scan<Threads, index_t> scan;
 
   /// Sorts lines 0 to `count` - 1 by `weights`, which are not negative, into the second half of `lists`.
   __device__ void run(const float* weights, index_t count, index_t* lists, offset_t stride) {
-    const index_t* from = nullptr;  // as they are numbered
+    const index_t* from = nullptr;  // null: in the order of their numbers
     for (int pass = 0; pass < 4; ++pass) {
       index_t* const to = lists + (pass % 2) * stride;
       pass_over(weights, count, from, to, pass * 8);
@@ -77,8 +77,8 @@ struct line_sort {
     const index_t begin = (min)(count, warp * stretch), end = (min)(count, begin + stretch);
     for (int i = int(threadIdx.x); i < digits * (warps + 1); i += Threads) (&positions[0][0])[i] = 0;
     __syncthreads();
-    // Calls `see(line, digit, before)` for this lane's next line, where there is one; `before` lanes before it have its
-    // digit. Then the digit's position moves on by all lanes that have it.
+    // Calls `see(line, digit, before)` for this lane's next line, if any; `before`: how many lower lanes have the same
+    // digit. Then the digit's position advances by the number of lanes that have it.
     const auto for_each = [&](const auto& see) {
       for (index_t first = begin; first < end; first += 32) {
         const bool there = first + lane < end;
@@ -163,15 +163,15 @@ __global__ void __launch_bounds__(Threads)
       walk = goes;
     }
     __syncthreads();
-  } while (!ended);  // only thread 0 writes it, behind the next barrier
+  } while (!ended);  // only thread 0 writes it, after the next barrier
   for (index_t i = index_t(threadIdx.x); i < walk.slashes; i += Threads) lines.has_slash[own.in_order(true)[i]] = 1;
   for (index_t i = index_t(threadIdx.x); i < walk.verticals; i += Threads)
     lines.has_vertical[own.in_order(false)[i]] = 1;
 }
 
-/// Adds to what is chosen of the `heads` query heads of a slice what the published greedy takes for `share` of the
-/// sample's weight; `lists`: published_lists::arrays * stride numbers of a head. What is chosen already changes
-/// nothing. A template, so that caches that never call it do not compile its kernels.
+/// Adds the lines that the published greedy method takes for `share` of the sample's weight to the chosen lines of the
+/// `heads` query heads of a slice. Lines that are chosen already do not influence it. `lists`: published_lists::arrays
+/// * stride numbers per head. It is a template, so that caches that never call it do not compile its kernels.
 template <int Threads = 256>
 void cover_as_published(float share, const line_sample& seen, index_t heads, index_t* lists, cudaStream_t stream) {
   const dim3 of_lines(unsigned(ceil_div(seen.stride, Threads)), unsigned(heads), 2);
