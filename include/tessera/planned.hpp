@@ -18,8 +18,8 @@ auto placement_of(const Recipe& recipe) {
   return result;
 }
 
-/// Whether the layers of a prompt are packed one by one as the prompt ends in them: nothing needs all layers, or
-/// original rows, at its end.
+/// Whether a layer can be packed as soon as the prompt has ended in it: then nothing needs all layers, or the original
+/// rows, at the end of the prompt.
 template <class Recipe>
 bool packs_by_layer(const Recipe& recipe) {
   constexpr bool packs = requires { requires Recipe::layout_type::rows_type::packs; };
@@ -27,8 +27,8 @@ bool packs_by_layer(const Recipe& recipe) {
   return !Recipe::retrieve_type::retrieves || recipe.retrieve.mean_block() > 0;
 }
 
-/// Policies of a conversation, made when its first prompt ends, and before that for a prompt of 0 tokens. All parts of
-/// a cache use these instead of the recipe's.
+/// The policies of one conversation. They are made when its first prompt ends; until then they are those of a prompt of
+/// 0 tokens. All parts of a cache use these instead of the recipe's.
 template <class Recipe>
 struct planned {
   using retain_type = typename Recipe::retain_type;
@@ -40,8 +40,8 @@ struct planned {
 
   planned(const Recipe& recipe, index_t prompt) : planned(recipe, recipe.plan(prompt)) {}
 
-  /// After a change of the recipe's budget: a first stage that plans alone, and a step's exact reads, follow at once;
-  /// what was planned for both stages or for an estimate stays as it was.
+  /// Adopts a changed budget of the recipe. A first stage with a budget of its own, and steps that read by exact
+  /// scores, use it at once. A plan over both stages, or for an estimate of the keys, stays as it was.
   void follow(const Recipe& recipe) {
     stage_plan changed = plan;
     if (!retain_type::plans) {

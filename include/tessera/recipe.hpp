@@ -37,7 +37,7 @@ struct recipe {
   /// The budgets that the recipe allows; none where everything is retained and read.
   static constexpr value_range<index_t> budgets = Retain::chooses ? Retain::budgets : Retrieve::budgets;
 
-  /// The token budget per kv_head: of the first stage (or of both) if there is one, else of one step's reads.
+  /// The token budget per kv_head: of the first stage (or of both stages) if it has one, else of one step's reads.
   index_t budget() const { return retain.tokens() ? *retain.tokens() : retrieve.tokens; }
   void set_budget(index_t tokens) {
     if (index_t* own = retain.tokens()) {
@@ -88,8 +88,8 @@ struct recipe {
             value_range{needed, tokens}.text() + Retain::observer(), "pass the queries of the chunk's last tokens");
   }
 
-  /// Calls `visit(name, reference, allowed, about)` for every run-time parameter of every policy; a name that
-  /// two policies share comes twice, and sets both.
+  /// Calls `visit(name, reference, allowed, about)` for every run-time parameter of every policy. A name that two
+  /// policies share is visited once for each, so that setting it by name sets both.
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
     Retain::parameters(self.retain, visit);

@@ -1,4 +1,4 @@
-// Which stages, attention and schedule fit together: one sentence for each combination that does not.
+// Which stages, attention and schedule fit together: one error message for each combination that does not.
 #pragma once
 
 #include "concepts/attention.hpp"
@@ -13,13 +13,13 @@ TESSERA_NAMESPACE_BEGIN
 template <class Retrieve>
 inline constexpr bool reads_block_means = requires { requires Retrieve::scorer_type::reads_means; };
 
-/// Whether the CUDA backend runs these stages over such rows: packed ones are not scored, nor dropped, there yet (#11).
+/// Whether the CUDA backend runs these stages over such rows. It does not yet score or drop packed rows (#11).
 template <class Retain, class Layout, class Retrieve, class Prefill>
 inline constexpr bool rows_fit_on_devices = !requires {
   requires Layout::rows_type::packs;
 } || (!Retain::chooses && !line_pattern<Prefill> && (!Retrieve::retrieves || reads_block_means<Retrieve>));
 
-/// Whether these policies fit together. A sentence says what does not.
+/// Checks that these policies fit together. A static assertion says what does not.
 template <class Retain, class Layout, class Retrieve, class Attention, class Schedule, class Prefill>
 constexpr bool check_recipe() {
   static_assert(check_layout<Layout>() && check_attention<Attention>() && check_schedule<Schedule>() &&

@@ -1,4 +1,4 @@
-// What the stages of a recipe are: every fact is derived here from the policies. A stage that does nothing has none.
+// Facts about the stages of a recipe, all derived from the policies. A stage that does nothing has no policies.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +15,7 @@ TESSERA_NAMESPACE_BEGIN
 
 namespace detail {
 
-/// The budget that allots tokens once a plan has been made.
+/// The type of the budget that allots tokens once a plan has been made.
 template <class Budget>
 struct planned_budget {
   using type = Budget;
@@ -25,7 +25,7 @@ struct planned_budget<Budget> {
   using type = decltype(std::declval<const Budget>().planned(stage_plan{}));
 };
 
-/// Where a stage has no policy.
+/// Stands for a missing policy of a stage.
 struct no_policy {};
 
 /// What a policy observes; none observes nothing.
@@ -35,7 +35,7 @@ constexpr observes observed_by() {
   return observes::nothing;
 }
 
-/// The budgets that callers may give a first stage: those that its policy names, or else any.
+/// The range of budgets that callers may set in a first stage: the range that its policy names, else any number.
 template <class Budget>
 constexpr value_range<index_t> budgets_of() {
   if constexpr (requires { Budget::budgets; }) return Budget::budgets;
@@ -50,9 +50,9 @@ template <class Scorer = detail::no_policy, class Budget = detail::no_policy, cl
 struct first_stage_facts {
   using planned_budget = typename detail::planned_budget<Budget>::type;
   static constexpr bool chooses = !std::is_same_v<Scorer, detail::no_policy>;
-  /// Whether tokens that were not chosen leave memory.
+  /// Whether tokens that were not chosen are dropped from memory.
   static constexpr bool drops = false;
-  /// Whether tokens that were chosen stay when more of a prompt comes.
+  /// Whether chosen tokens stay when more of a prompt is appended.
   static constexpr bool settles = false;
   static constexpr bool host_only = !runs_on_devices<Scorer, Budget, planned_budget, Selector, Scope>;
   /// Whether a prompt needs the boundaries of its segments, and stored tokens a column of segments.
@@ -67,11 +67,11 @@ struct first_stage_facts {
   static constexpr observes observed = detail::observed_by<Scorer>();
   /// Whether an engine must pass a prompt through the model once more before it ends.
   static constexpr bool rereads = observed == observes::rereading;
-  /// Whether the query heads of a group may choose apart.
+  /// Whether the query heads of a group may choose separately.
   static constexpr bool splits = splitting_scope<Scope>;
-  /// Whether its window includes queries of decode steps.
+  /// Whether the scorer's window includes queries of decode steps.
   static constexpr bool follows = following_scorer<Scorer>;
-  /// Whether the scorer turns queries back: the model must say its rope_frequencies.
+  /// Whether the scorer undoes RoPE on queries: the model must then give its rope_frequencies.
   static constexpr bool needs_rope = statistical_scorer<Scorer>;
   /// Whether one token budget is split over both stages.
   static constexpr bool plans = planning_budget<Budget>;

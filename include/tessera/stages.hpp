@@ -81,7 +81,7 @@ struct choosing_stage : first_stage_facts<Scorer, Budget, Selector, Scope> {
 
   void check() const {
     budget.check();
-    // The tokens of this stage by a plan, or by a share, are known once the prompt is.
+    // Under a plan, or a share of the prompt, the tokens of this stage are known only with the prompt's length.
     bool counted = !plans;
     if constexpr (share_budget<Budget>) counted = !budget.knows_shares();
     scorer.check(counted ? budget.tokens : (std::numeric_limits<index_t>::max)());
@@ -103,7 +103,7 @@ struct choosing_stage : first_stage_facts<Scorer, Budget, Selector, Scope> {
     return result;
   }
 
-  /// Throws tessera::error where a policy is for a model of other counts.
+  /// Throws tessera::error if a policy was made for a model with other numbers of layers or kv_heads.
   void check_model(index_t layers, index_t kv_heads) const {
     const auto fitted = planned({});
     if constexpr (requires { fitted.budget.check_model(layers, kv_heads); })
@@ -178,7 +178,7 @@ struct filter : choosing_stage<Scorer, Budget, Selector, Scope> {
   }
 };
 
-/// Everything stays, and steps may read all of it.
+/// A first stage that keeps every token; steps may read all of them.
 struct retain_all : first_stage_facts<> {
   index_t* tokens() const { return nullptr; }
   index_t queries_needed(index_t) const { return 0; }
@@ -194,7 +194,7 @@ struct retain_all : first_stage_facts<> {
   static void policies(Visit&&) {}
 };
 
-/// Whether `score_and_choose` can choose by a policy; what it lacks is said in a sentence.
+/// Checks that `score_and_choose` can choose by a policy. A static assertion says what the policy lacks.
 template <class Policy>
 constexpr bool check_chooses() {
   constexpr bool chooses = requires { requires Policy::chooses; };
@@ -209,8 +209,8 @@ constexpr bool check_chooses() {
   return chooses;
 }
 
-/// How many sets of candidates the query heads of a group have: one for all of them or, where they choose apart, one
-/// for each.
+/// How many sets of candidates the query heads of a group have: one for the group or, if they choose separately, one
+/// per query head.
 template <class Stage>
 index_t reading_members([[maybe_unused]] const Stage& first, [[maybe_unused]] index_t group) {
   if constexpr (Stage::splits) {
@@ -239,10 +239,10 @@ struct retrieve : second_stage_facts<Scorer, Selector> {
   Scorer scorer{};
   Selector selector{};
   index_t tokens = 1024;  ///< per kv_head and step
-  index_t max_new = 128;  ///< tokens that a turn decodes, for the length that an estimate is planned for
+  index_t max_new = 128;  ///< tokens that a turn decodes; they count into the length for which an estimate is planned
 
-  /// Errors   as `check_tokens`, and a scorer that does not fit the tokens that a step attends.
-  /// `planned`: their number follows from the first stage's budget, once the prompt is known.
+  /// Errors   those of `check_tokens`, and a scorer that does not fit the number of tokens that a step attends.
+  /// `planned`: this number follows from the first stage's budget once the prompt's length is known.
   void check(bool planned, index_t attended, const char* budget_name, int k_dim) const {
     if (!planned) check_tokens(budget_name);
     scorer.check(attended);
@@ -252,13 +252,13 @@ struct retrieve : second_stage_facts<Scorer, Selector> {
       if (!planned) selector.check_budget(budget_name, tokens);
     }
   }
-  /// Slots of a block whose mean key the scorer reads; 0: it reads no means.
+  /// The number of slots in a block whose mean key the scorer reads; 0: the scorer reads no means.
   index_t mean_block() const {
     if constexpr (requires { requires Scorer::reads_means; }) return selector.block;
     return 0;
   }
 
-  /// Adds to a first stage's plan the tokens that a step reads of a head that stores what that stage keeps.
+  /// Adds to a first stage's plan how many tokens a step reads of a head that stores what the first stage keeps.
   stage_plan plan(stage_plan first, index_t prompt) const {
     const index_t held = (std::min)(prompt, first.retained);
     first.capacity = index_t((std::min<offset_t>)(offset_t(held) + max_new, (std::numeric_limits<index_t>::max)()));
@@ -267,10 +267,10 @@ struct retrieve : second_stage_facts<Scorer, Selector> {
     return first;
   }
   index_t attends() const { return attended_of(tokens); }
-  /// Of a budget that both stages share, too.
+  /// The tokens that a step attends under a budget. Also valid for a budget that both stages share.
   static index_t attended_of(index_t budget) { return estimates ? budget / 2 : budget; }
 
-  /// The policies of a plan: page and channels set, whole pages of the scorer's size.
+  /// This stage with the policies that `plan` fixes: the scorer's page and channels, and the selector's page size.
   retrieve planned(const stage_plan& plan, int k_dim) const {
     retrieve result = *this;
     if constexpr (estimates) result.scorer = scorer.fitted(plan.ratio, k_dim);
@@ -279,7 +279,8 @@ struct retrieve : second_stage_facts<Scorer, Selector> {
     return result;
   }
 
-  /// `read_tokens` where a first stage has the name `budget`; nothing where that one's budget pays for both.
+  /// The budget is named `read_tokens` if a first stage has the name `budget`. It is no parameter if the first stage's
+  /// budget pays for both stages.
   template <class Self, class Visit>
   static void parameters(Self& self, bool after_first_stage, bool planned, Visit&& visit) {
     if (after_first_stage && !planned)
@@ -307,9 +308,9 @@ struct retrieve : second_stage_facts<Scorer, Selector> {
   }
 };
 
-/// Every step reads everything that it may.
+/// A second stage in which every step reads all tokens that it may read.
 struct retrieve_all : second_stage_facts<> {
-  index_t tokens = 0;  ///< none: nothing is chosen
+  index_t tokens = 0;  ///< unused: nothing is chosen
   index_t attends() const { return 0; }
   static index_t attended_of(index_t) { return 0; }
   index_t mean_block() const { return 0; }

@@ -1,4 +1,4 @@
-// Attention: read how? How stored tokens are read, and the rule that turns dot products into logits.
+// Attention: how stored tokens are read, and the rule that turns dot products into logits.
 #pragma once
 
 #include <concepts>
@@ -7,7 +7,7 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// A policy that reads the layout.
+/// A policy that attends the stored rows.
 ///   name
 ///   gathers     whether it reads a selection (true) or every stored token (false)
 ///   rule        scale, soft cap, masks, sinks

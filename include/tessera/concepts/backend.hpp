@@ -1,4 +1,4 @@
-// What a cache needs of a backend: the calls of its parts, and its own.
+// What a cache needs of a backend: the calls of the backend and of its parts.
 #pragma once
 
 #include <concepts>
@@ -20,7 +20,7 @@ TESSERA_NAMESPACE_BEGIN
 ///   clear(id, queue...)         empties an open sequence; needs no memory
 ///   expect(id, tokens)          reserves pages of a pool for `tokens` more in every layer, 0: none; may throw
 ///   bytes(owner)                bytes that are allocated, or acquired of a pool
-///   upper_bound(peaks), available()   the most that a new sequence takes; what no sequence has or has reserved
+///   upper_bound(peaks), available()   upper bound of a new sequence's memory; memory that is neither used nor reserved
 /// Rows are moved and dropped in two calls: `plan_keep` does all that may throw and changes nothing visible, `keep`
 /// carries it out.
 template <class S, class... Queue>
@@ -78,9 +78,9 @@ concept backend_attending =
 ///   require_layer(layer, step, sequences, queue), decode                          one layer of a step
 ///   positions, readable, attended, lines, bytes, bytes_read                       answers
 ///   roles()                                         which layers follow the recipe
-///   upper_bound(recipe, policies, peaks)            the most that a new sequence takes, of which each layer holds at
+///   upper_bound(recipe, policies, peaks)            upper bound of the memory of a new sequence whose layers store at
 ///                                                   most `peaks`
-///   available()                                     what no sequence has or has reserved
+///   available()                                     memory that is neither used nor reserved
 template <class B, class Policies, class Sequences, class Step>
 constexpr bool check_backend() {
   using recipe = typename B::recipe_type;

@@ -1,4 +1,4 @@
-// Budget: how many? Says how many tokens each kv_head keeps.
+// Budget: how many tokens each kv_head keeps.
 #pragma once
 
 #include <algorithm>
@@ -18,14 +18,14 @@ concept length_budget = requires(const B b, const head_extent& head) {
   { b.share(head) } -> std::same_as<index_t>;
 };
 
-/// A budget for which heads compete: of all candidates of a layer the best kv_heads * base win, base = tokens - tail.
+/// A budget for which heads compete. Of all candidates of a layer, the best kv_heads * base win; base = tokens - tail.
 ///   share_won(won, base, tail) -> index_t     tokens of a head with `won` winners; TESSERA_HD, for all backends
 template <class B>
 concept winners_budget = requires(const B b, index_t n) {
   { b.share_won(n, n, n) } -> std::same_as<index_t>;
 };
 
-/// A budget with a body of its own for the host.
+/// A budget with its own implementation on the host.
 ///   allot(scores, counts)     one count per head, in [min(protected tail, tokens), tokens of that head]
 template <class B>
 concept host_budget = requires(const B b, const layer_scores& scores, index_t* counts) { b.allot(scores, counts); };
@@ -69,9 +69,9 @@ concept planning_budget = budget<B> && requires(const B b, index_t prompt, const
 /// A budget that gives each head a share of a turn's new tokens. The head's tokens of earlier turns come on top. In a
 /// first stage that drops tokens, chosen ones stay (core/prompt/prompt_reach.hpp).
 ///   fitted(prompt)      the budget for a first prompt of `prompt` tokens
-///   knows_shares()      whether it can count the tokens that a head keeps of a part of a prompt
+///   knows_shares()      whether it can say how many tokens a head keeps of a part of a prompt
 /// It may also say
-///   check_model(layers, kv_heads)   throws tessera::error where it is one for another model
+///   check_model(layers, kv_heads)   throws tessera::error if it was made for another model
 template <class B>
 concept share_budget = length_budget<B> && requires(const B b, index_t prompt) {
   { b.fitted(prompt) } -> std::same_as<B>;
@@ -107,7 +107,7 @@ inline constexpr bool keeps_heads_even = [] {
   return false;
 }();
 
-/// What a budget gives to each head, on the host.
+/// The number of tokens that a budget gives to each head, computed on the host.
 template <class B>
 void allot_counts(const B& budget, const layer_scores& scores, index_t* counts) {
   const index_t heads = scores.kv_heads, tail = scores.protected_tail;

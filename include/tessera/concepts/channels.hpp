@@ -1,4 +1,4 @@
-// Channels: which elements of a vector stay? Chooses the channels that are stored of a key or a value.
+// Channels: which elements of a key or a value are stored.
 #pragma once
 
 #include <concepts>

@@ -9,7 +9,7 @@ TESSERA_NAMESPACE_BEGIN
 template <class Policy>
 concept host_only_policy = requires { requires Policy::host_only; };
 
-/// Whether none of these policies says `host_only`.
+/// Whether none of these policies is `host_only`.
 template <class... Policies>
 inline constexpr bool runs_on_devices = !(... || host_only_policy<Policies>);
 

@@ -1,4 +1,4 @@
-// Layout: stored how? Two choices: the format of a token's rows, and the placement of rows in memory.
+// Layout: how tokens are stored. It has two parts: the format of a token's rows, and the placement of rows in memory.
 #pragma once
 
 #include <concepts>
@@ -19,8 +19,8 @@ concept row_format = encoding<typename R::encoding_type> && requires {
   { R::v_dim } -> std::convertible_to<int>;
 };
 
-/// The placement of the rows of a (layer, sequence, kv_head). Kernels know only its table, which finds slots; the store
-/// has the memory behind it (backend/*/store).
+/// The placement of the rows of a (layer, sequence, kv_head). Kernels see only its table, which maps slots to
+/// addresses; the store owns the memory (backend/*/store).
 ///   name
 ///   table_type           what `kv_view` finds a slot by (core/views.hpp)
 template <class P>

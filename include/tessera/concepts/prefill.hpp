@@ -1,4 +1,4 @@
-// Prefill: which keys do a prompt's rows attend? All visible ones, or lines that are chosen for each query head.
+// Prefill: which keys the rows of a prompt attend: all visible keys, or lines that are chosen for each query head.
 #pragma once
 
 #include <concepts>
@@ -12,7 +12,7 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// A policy of the keys that the rows of a prompt chunk attend.
+/// A policy that says which keys the rows of a prompt chunk attend.
 ///   name
 ///   chooses_lines           static: false where rows attend all visible keys
 template <class P>
@@ -24,8 +24,8 @@ concept prompt_pattern = requires {
 /// A policy that chooses lines for each query head, for every chunk from the chunk's rows.
 ///   sample(first, next, rows)      appends ascending positions in [first, next) of the rows whose attention it needs,
 ///                                  the same for all heads and layers; none where lines do not depend on attention
-///   choose(sample, cover, lines)   of one query head: fills `lines`, in the memory of `cover`. Every row should have a
-///                                  key: with slash line 0 it has its own
+///   choose(sample, cover, lines)   for one query head: fills `lines`, using the memory of `cover`. Every row should
+///                                  attend at least one key; slash line 0 gives each row its own key
 ///   check(), parameters(self, visit) as every policy has them
 /// It may also say
 ///   dense_rows                     index_t: how many of a chunk's last rows attend everything
@@ -52,15 +52,16 @@ concept lasting_pattern = line_pattern<P> && requires(const P p) {
   { p.adds_to_reading() } -> std::same_as<bool>;
 };
 
-/// A line pattern that a device can run: it knows of every line whether it is chosen whatever its weight. As
-/// covering_pattern or counted_pattern it chooses more lines by the sampled attention.
+/// A line pattern that a device can run. It says of every line whether it is always chosen, whatever its weight. A
+/// covering_pattern or counted_pattern chooses further lines by the sampled attention.
 ///   takes_slash(distance), takes_column(position) -> bool
 template <class P>
 concept device_line_pattern = line_pattern<P> && std::is_trivially_copyable_v<P> && requires(const P p, index_t at) {
   { p.takes_slash(at) } -> std::same_as<bool>;
   { p.takes_column(at) } -> std::same_as<bool>;
 };
-/// A pattern whose lines carry a share of the sampled weight: the line that covers most for its length comes first.
+/// A pattern whose lines cover a share of the sampled attention weight. The line that covers the most weight for its
+/// length is chosen first.
 ///   covered_share() -> float     the share and a margin for rounding; 0: only the lines that are always chosen
 template <class P>
 concept covering_pattern = device_line_pattern<P> && requires(const P p) {

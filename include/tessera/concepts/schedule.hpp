@@ -1,4 +1,4 @@
-// Schedule: when? The moments at which the first stage chooses.
+// Schedule: when the first stage chooses.
 #pragma once
 
 #include <concepts>
@@ -26,7 +26,7 @@ struct turn_clock {
   index_t coming = 0;   ///< prompt tokens that are about to be written
 };
 
-/// A policy of when the first stage chooses.
+/// A policy that says when the first stage chooses.
 ///   name
 ///   fires_at(moment)        static constexpr: whether it can fire at this kind of moment
 ///   due(moment, clock)      whether to choose now; called on the host before the moment

@@ -1,4 +1,4 @@
-// Scope: whose? Whether every kv_head chooses for itself, or several heads choose together.
+// Scope: which heads choose together. Every kv_head chooses for itself, or several heads make one choice.
 #pragma once
 
 #include <concepts>
@@ -34,8 +34,8 @@ concept reusing_scope = joining_scope<S> && requires(const S s, index_t place) {
 template <class S>
 concept model_scope = requires { requires S::over_model; };
 
-/// A scope in which the query heads of a group may choose apart, each among the stored tokens of its kv_head. Only for
-/// what is read: tokens are stored by kv_head.
+/// A scope in which the query heads of a group may choose separately, each among the stored tokens of its kv_head. It
+/// is only for choices of what is read, because tokens are stored by kv_head.
 ///   by_query_head() -> bool          whether they do
 ///   check(), parameters(self, visit) as every policy has them
 template <class S>
@@ -44,7 +44,7 @@ concept splitting_scope = requires(const S s) {
   s.check();
 };
 
-/// A policy of which heads choose together.
+/// A policy that says which heads choose together.
 ///   name, and `over_model`, or `join` and `joined` where the heads of a layer do; without them every kv_head chooses
 ///   for itself
 template <class S>

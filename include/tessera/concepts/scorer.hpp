@@ -1,4 +1,4 @@
-// Scorer: what matters? Gives every stored token a score; higher is kept first.
+// Scorer: how important each stored token is. Tokens with higher scores are kept first.
 #pragma once
 
 #include <concepts>
@@ -27,7 +27,7 @@ template <class S>
 concept finishing_scorer = requires(const S s, const float* in, float* out, index_t n, host_vector<float>& scratch) {
   s.finish(in, n, out, scratch);
 };
-/// Whether what is named as a last pass is one.
+/// Whether a scorer's last pass, if it has one, has the right signature.
 template <class S>
 inline constexpr bool finishes_rightly =
     (pooling_scorer<S> || !requires { &S::pooled; }) && (slot_finishing_scorer<S> || !requires { &S::finish_at; }) &&
@@ -84,7 +84,8 @@ inline constexpr row_join joins_rows_by = [] {
   return row_join::sum;
 }();
 
-/// Nobody counts how many rows see a token, so a mean needs a window; a window of one query is its newest.
+/// Whether a scorer's `rows` fits what it observes. A mean needs a window, because the rows that see a token are not
+/// counted otherwise. `newest` is for scorers that observe every query: others can take a window of one query instead.
 template <class S>
 inline constexpr bool rows_join_rightly =
     (joins_rows_by<S> != row_join::mean || S::observed == observes::window) &&
@@ -129,7 +130,7 @@ concept scorer =
       s.check(n);
     };
 
-/// One sentence for each member that a type lacks, of its kind of scorer alone: nvcc gives no reason for a failed
+/// Asserts each member that a scorer of this kind needs, with a message of its own: nvcc gives no reason for a failed
 /// concept.
 template <class S>
 constexpr bool check_scorer() {
@@ -164,7 +165,7 @@ constexpr bool check_scorer() {
   return scorer<S>;
 }
 
-/// Whether devices can run it: its last pass must not be for the host alone.
+/// Whether devices can run a scorer: its last pass must not exist for the host alone.
 template <class S>
 concept device_scorer = scorer<S> && (pooling_scorer<S> || slot_finishing_scorer<S> || !finishing_scorer<S>);
 

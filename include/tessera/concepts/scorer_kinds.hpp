@@ -1,4 +1,4 @@
-// The kinds of scorers: by what each of them scores, and which members it needs for that.
+// The kinds of scorers: what each kind scores by, and which members it needs.
 #pragma once
 
 #include <concepts>
@@ -28,7 +28,7 @@ constexpr bool lies_beside_tokens(observes observed) {
 enum class row_join {
   sum,
   mean,     ///< the sum divided by the rows; of a window
-  maximum,  ///< of weights that are never below 0
+  maximum,  ///< the largest weight; weights must not be negative
   newest    ///< the weight of the newest query alone; its rows are summed over the group
 };
 
@@ -56,7 +56,7 @@ concept contents_scorer = S::observed == observes::nothing && requires(const S s
   { s.score(static_cast<const float*>(sums)) } -> std::same_as<float>;
 };
 
-/// One that compares each row with the mean of all rows that the head stores, each scaled before it is added.
+/// A scorer of contents that compares each row with an anchor: the mean of the head's stored rows, each of them scaled.
 ///   anchor_scale(sums) -> float    of a row, from its measures with anchor 0. TESSERA_HD
 template <class S>
 concept anchored_scorer = contents_scorer<S> && requires(const S s, const float* sums) {
@@ -78,9 +78,9 @@ struct channel_scale {
 ///                                      partition has in it (infinity and -infinity: it has none). TESSERA_HD
 ///   measure(x, scale, sums)            adds an element on its channel's scale. TESSERA_HD
 ///   spread(sums, channels) -> float    of a row. TESSERA_HD
-///   ranked(rank) -> float              the score of a slot with `rank` slots of its partition behind it. TESSERA_HD
-///   outside(slot, stored) -> float     of a slot that is in no partition with a next one, `stored` slots in all.
-///                                      TESSERA_HD
+///   ranked(rank) -> float              the score of a slot that ranks above `rank` slots of its partition. TESSERA_HD
+///   outside(slot, stored) -> float     the score of a slot outside every partition that has a next one; the head
+///                                      stores `stored` slots. TESSERA_HD
 template <class S>
 concept lagged_scorer = S::observed == observes::nothing && requires(const S s, float x, float* sums, index_t n) {
   { s.sinks } -> std::convertible_to<index_t>;
@@ -101,10 +101,10 @@ concept attentive_scorer = S::observed != observes::nothing && requires(const S 
   { s.weigh(x, x) } -> std::same_as<float>;
 };
 
-/// Scores by statistics of queries. Backends compute mean and covariance of a prompt's queries from position `sinks`
-/// on, turned back to position 0, and turn them by the mean of RoPE's rotations over the next `future` positions. From
-/// these follow the mean and the variance of a key's logits. A score is the softmax of `expect` over the stored tokens
-/// behind the sinks, averaged over the group; the score of sinks is infinity.
+/// Scores by statistics of queries. Backends undo RoPE on a prompt's queries from position `sinks` on, compute their
+/// mean and covariance, and apply the mean of RoPE's rotations over the next `future` positions. From these follow the
+/// mean and the variance of a key's logits. A score is the softmax of `expect` over the stored tokens after the sinks,
+/// averaged over the group. The score of sinks is infinity.
 ///   sinks, future                        index_t members; future at least 1
 ///   expect(mean, variance) -> float      TESSERA_HD
 template <class S>
@@ -114,8 +114,8 @@ concept statistical_scorer = S::observed == observes::statistics && requires(con
   { s.expect(x, x) } -> std::same_as<float>;
 };
 
-/// A retrieval scorer that ranks segments of the text, all tokens of a segment alike: by the mean of the segment's
-/// stored keys and the mean query of the answer's present segment. Backends keep both.
+/// A retrieval scorer that ranks segments of the text. All tokens of a segment have one score, from the mean of the
+/// segment's stored keys and the mean query of the answer's current segment. Backends keep both means.
 ///   start                        first stored slots that come before all others
 ///   whole                        a step reads everything while the answer's present segment has at most `whole` tokens
 ///   weigh(logit, 0) -> float     of the two means' logit, summed over the group
@@ -125,10 +125,11 @@ concept segment_mean_scorer = S::observed == observes::step && attentive_scorer<
   { s.whole } -> std::convertible_to<index_t>;
 };
 
-/// A retrieval scorer that reads an estimate in place of the keys: of runs of `page` consecutive stored slots the
-/// smallest and the largest value of each channel (core/stored/page_extrema.hpp; of a page of one slot, its key), on
-/// `channels` of the channels. Backends compute, for row r of the step (a token's query head of the group), page p and
-/// the channels c with the largest sums of |q| over the rows (ties to the lower channel),
+/// A retrieval scorer that reads an estimate in place of the keys. A page is a run of `page` consecutive stored slots.
+/// Its estimate is the smallest and the largest value of each channel (core/stored/page_extrema.hpp); for a page of one
+/// slot it is the key. The scorer reads `channels` of the channels c: those with the largest sums of |q| over the rows,
+/// ties to the lower channel. A row r is one query head of the group, of one token of the step. Backends compute for
+/// row r and page p
 ///   logit[r, p] = sum over c of q[r, c] * (takes_upper(q[r, c], sum over rows of q[., c]) ? upper : lower)[c, p],
 /// times row_scale. A slot's score is the sum over the rows that see it of its page's logit or, where `normalised`, of
 /// the softmax of these logits, soft-capped by the rule, over the slots that the row sees: a page counts its slots. A
@@ -153,7 +154,7 @@ concept paged_scorer = S::observed == observes::step && requires(const S s, floa
   { s.row_scale(x, x, x) } -> std::same_as<float>;
 };
 
-/// The kinds of scorers: every scorer is of one.
+/// Whether a type is a scorer of one of these kinds.
 template <class S>
 concept scorer_of_a_kind = positional_scorer<S> || contents_scorer<S> || lagged_scorer<S> || attentive_scorer<S> ||
                            statistical_scorer<S> || paged_scorer<S>;
@@ -280,7 +281,7 @@ constexpr void check_paged_scorer() {
       }, "tessera: a paged scorer needs float row_scale(float scale, float chosen, float whole) const");
 }
 
-/// Of a type that is no kind of scorer: asserts the members of the kind that it is meant to be.
+/// Asserts the members of the kind that a type is meant to be, if the type is no kind of scorer.
 template <class S>
 constexpr void check_scorer_kind() {
   if constexpr (S::observed == observes::statistics) {

@@ -1,4 +1,4 @@
-// Selector: which? Turns scores and a count into an ascending list of slots.
+// Selector: which slots are kept. It turns scores and a count into an ascending list of slots.
 #pragma once
 
 #include <concepts>

@@ -5,7 +5,7 @@
 
 #if !defined(__cpp_exceptions)
 #error "tessera: exceptions are off; expected a compiler that has them on: errors are thrown; leave -fno-exceptions out"
-#define TESSERA_STOPS_HERE "tessera stops here"  // no such file: nothing else is said
+#define TESSERA_STOPS_HERE "tessera stops here"  // no such file: its inclusion ends compilation without more errors
 #include TESSERA_STOPS_HERE
 #endif
 
@@ -26,7 +26,8 @@
   }                           \
   }
 
-// What units of all flags share: views, element types, the error. Such types have no code that is not inlined always.
+// The types that translation units with different flags share: views, element types, the error. Their code is always
+// inlined.
 #define TESSERA_SHARED_NAMESPACE_BEGIN \
   namespace tessera {                  \
   inline namespace v0_1 {
@@ -50,7 +51,7 @@
 #define TESSERA_RESTRICT
 #endif
 
-// States what device code relies on: debug builds trap, release builds believe it.
+// States a condition that device code relies on. Debug builds trap if it is false; release builds assume it.
 #if defined(__CUDA_ARCH__) && !defined(NDEBUG)
 #define TESSERA_ASSUME(condition) ((condition) ? (void)0 : __trap())
 #elif !defined(__CUDA_ARCH__) && !defined(NDEBUG)

@@ -8,8 +8,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Scale, soft cap, masks and sinks of one layer's attention. Scorers and attention share it, so that what is scored is
-/// what will be attended.
+/// Scale, soft cap, masks and sinks of one layer's attention. Scorers and attention use the same rule, so that scores
+/// describe the attention that is computed.
 ///
 /// logit = cap * tanh(scale * q.k / cap) with a soft cap, else scale * q.k. A key at position p is visible to a query
 /// at position t when p <= t and, with a sliding window, t - p < sliding_window. A learned sink logit (gpt-oss) adds

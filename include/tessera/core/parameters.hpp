@@ -76,7 +76,7 @@ struct ignore_parameters {
 template <class P>
 concept has_parameters = requires(P& policy) { P::parameters(policy, ignore_parameters{}); };
 
-/// Throws tessera::error unless every parameter of a policy is one that it may be.
+/// Throws tessera::error unless every parameter of a policy is in its allowed range.
 template <has_parameters P>
 void check_parameters(const P& policy) {
   P::parameters(policy, [](const char* name, const auto& value, const auto& allowed, const char* about) {

@@ -99,8 +99,8 @@ using fp32 = float;  ///< so that it has a name beside fp16 and bf16
 template <class T>
 concept element = std::same_as<T, fp32> || std::same_as<T, fp16> || std::same_as<T, bf16>;
 
-/// What rows of queries, keys, values and outputs may hold. No other number: of an integer nobody knows whether it
-/// holds bits.
+/// The element types of rows of queries, keys, values and outputs. Integers are not allowed: it would be unclear
+/// whether they hold numbers or the bits of a floating-point type.
 template <class T>
 concept row_element = element<T> || std::same_as<T, fp8>;
 

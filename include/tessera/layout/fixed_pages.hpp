@@ -8,8 +8,8 @@ TESSERA_NAMESPACE_BEGIN
 
 /// Pages [pages, Page, kv_heads, dim], from a pool that all layers and sequences share, and one table of pages for each
 /// (layer, sequence), as vLLM has them. All kv_heads of a token lie in one page: heads that hold less than the longest
-/// leave their slots of the last pages empty. Nothing moves when a sequence grows; what a keep set no longer needs goes
-/// back to the pool a page at a time.
+/// leave their slots of the last pages empty. No row moves when a sequence grows. Pages that are no longer needed after
+/// an eviction return to the pool.
 template <int Page = 16>
 struct fixed_pages {
   static_assert(Page >= 1 && (Page & (Page - 1)) == 0, "tessera: a page holds a power of two of tokens");

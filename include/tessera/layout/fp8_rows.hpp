@@ -8,8 +8,8 @@ TESSERA_NAMESPACE_BEGIN
 /// K and V as e4m3, each row with one fp32 scale by which its largest element becomes 448. `T` is what engines hand
 /// over and what kernels compute with.
 ///
-/// An element is off by at most a 16th of itself, or by a 2^-10th of the row's largest over 448 where that is more. An
-/// infinity is stored as NaN: no scale holds it.
+/// The error of an element is at most 1/16 of the element, or 2^-10 of (the row's largest / 448) if that is more. An
+/// infinity is stored as NaN, because no scale can represent it.
 /// Bytes    k_dim + v_dim + 8 per token and kv_head: 0.516 of bf16 at 128.
 /// Paper    FP8 Formats for Deep Learning, arXiv:2209.05433 (e4m3).
 template <element T, int D, int Dv = D>

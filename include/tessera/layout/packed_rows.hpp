@@ -18,8 +18,8 @@ TESSERA_NAMESPACE_BEGIN
 /// tokens, and a prompt until it ends, are rows of another format, `Whole`, in the basis in which the engine hands them
 /// over.
 ///
-/// A prompt becomes segments when it ends, if it is the first or has at least 4,096 tokens: of `segment` tokens each. A
-/// shorter one, and what is decoded, joins the last segment in its basis and format, once `Tail` says so.
+/// The first prompt, and every later one of at least 4,096 tokens, becomes segments of `segment` tokens when it ends.
+/// Shorter prompts and decoded tokens join the last segment, in its basis and format, when `Tail` says so.
 /// Bytes    see packed_format, and a basis for each segment.
 /// Errors   channels that leave no element, that are no multiple of the group or that exceed what truncation leaves;
 ///          blocks that do not divide the tail: tessera::error.
@@ -179,7 +179,7 @@ index_t max_segments(const Layout& layout, index_t tokens) {
   return of_prompts;
 }
 
-/// What a layer that packs holds at most at any moment.
+/// Upper bounds of what a layer that packs its rows stores at any moment.
 struct packed_peak {
   index_t whole = 0;      ///< whole rows of a head: a prompt until it ends, then a tail
   index_t segments = 0;   ///< segments with a basis of their own

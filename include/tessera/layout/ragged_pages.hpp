@@ -12,11 +12,11 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Groups of `heads` kv_heads have a table of pages each; a page [heads, page, dim] has a column for each head of its
-/// group, so that column c of page p is block p * heads + c of a pool of blocks [.., page, dim], and every (sequence,
-/// kv_head) has a table of blocks of its own: what any paged kernel reads as a sequence of one head. All layers and
-/// sequences share the pool. A group has pages for its longest head; the others leave slots empty. Where groups are
-/// fitted, heads that stand far apart are in groups of fewer, each of which has several columns of a page.
+/// Each group of `heads` kv_heads has a table of pages. A page [heads, page, dim] has one column for each head of the
+/// group. Column c of page p is block p * heads + c of a pool of blocks [.., page, dim]. Thus every (sequence, kv_head)
+/// has its own table of blocks, which any paged kernel reads as a sequence of one head. All layers and sequences share
+/// the pool. A group has pages for its longest head; the other heads leave slots empty. With `fitted`, heads whose
+/// lengths differ much are in smaller groups, where each head has several columns of a page.
 /// Errors   heads that do not divide the kv_heads of a layer (of the model, clustered or fitted over it):
 ///          tessera::error. A layer of fewer than 4 heads is one group where `heads` is left at 4.
 /// Paper    TANGRAM, arXiv:2606.06302, Sec. 4.2.

@@ -8,8 +8,9 @@
 TESSERA_NAMESPACE_BEGIN
 
 /// A rotation for every (segment, layer, kv_head), K and V apart: the eigenvectors of the uncentred second moment of
-/// the rows that are packed, by falling eigenvalue. The last round(truncate * dim) are left out. For groups of several
-/// channels those that are chosen for the same vectors become neighbours, which is folded into the rotation.
+/// the packed rows, by descending eigenvalue. The last round(truncate * dim) are left out. For groups of several
+/// channels, the rotation also reorders channels, so that channels which are chosen for the same vectors are
+/// neighbours.
 ///
 /// Bytes    4 * channels * dim for each of K and V: rotations are fp32, because with rounded ones steps choose other
 ///          blocks.

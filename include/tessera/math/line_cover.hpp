@@ -57,10 +57,10 @@ class line_cover {
     if (length(distance) > 0) add(distance);
   }
 
-  /// Adds lines until those that are here carry `share` of the weight: always the line that covers most of what is
-  /// still uncovered for its length; ties to the slash, then to the lower line. Exact on the sampled rows; writes over
+  /// Adds lines until the chosen ones carry `share` of the weight. Each time, the line that covers the most uncovered
+  /// weight for its length is added; ties to the slash, then to the lower line. Exact on the sampled rows; overwrites
   /// the weights.
-  /// Cost  a line's weight only falls as others are chosen, so it is summed again only when it comes first.
+  /// Cost  a line's uncovered weight only falls as others are chosen, so it is summed again only when it ranks first.
   void cover(double share) {
     struct candidate {
       double per_entry;
@@ -118,7 +118,7 @@ class line_cover {
     for (index_t i = 0; i < walk.verticals; ++i) add(verticals[std::size_t(i)]);
   }
 
-  /// Every stored key: whoever wants all of the weight wants rows that were not sampled to see everything too.
+  /// Adds every stored key. It is for a share of 1: rows that were not sampled must then see everything too.
   void add_everything() {
     for (index_t slot = 0; slot < sample_.slots(); ++slot) add(vertical(slot));
   }
@@ -143,7 +143,7 @@ class line_cover {
       if (slot != no_index) see(sample_.row(r)[slot]);
     }
   }
-  /// What is not covered yet on a line; `takes`: it is from now on.
+  /// The uncovered weight on a line. `takes`: marks it as covered.
   double sum(index_t line, bool takes) const {
     double result = 0;
     visit(line, [&](float& weight) {
@@ -158,7 +158,7 @@ class line_cover {
     return result;
   }
 
-  sampled_attention sample_;  // a view of what the caller holds
+  sampled_attention sample_;  // a view of the caller's memory
   double total_ = 0, covered_ = 0;
   host_vector<std::uint8_t> chosen_;  // by line
   host_vector<double> weights_;       // by line, before anything was covered

@@ -1,4 +1,4 @@
-// One thread beside the one that calls a cache: work whose result is taken when it is there.
+// A background thread, and the tasks that it does. Whoever wants a task's result polls the task's state.
 #pragma once
 
 #include <atomic>
@@ -17,10 +17,10 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// How far a task has come. Waiting: its thread has it, or will have it; stopped: nobody will finish it.
+/// The state of a task. waiting: it is queued or running. stopped: it was abandoned and will never finish.
 enum class task_state { waiting, done, failed, stopped };
 
-/// Work for another thread. What it has made may be read once `state` says done.
+/// Work for another thread. Its result may be read once `state` is `done`.
 class background_task {
  public:
   background_task() = default;
@@ -28,12 +28,12 @@ class background_task {
   background_task& operator=(const background_task&) = delete;
   virtual ~background_task() = default;
 
-  /// In a child of fork() one that waited is stopped: the thread that would do it is the parent's.
+  /// In a child of fork() a waiting task counts as stopped, because its thread exists only in the parent.
   task_state state() const noexcept {
     const task_state now = state_.load(std::memory_order_acquire);
     return now == task_state::waiting && !home_.is_here() ? task_state::stopped : now;
   }
-  /// The message of a failed task; empty where the exception was no std::exception.
+  /// The message of a failed task; empty if the exception was not a std::exception.
   const std::string& problem() const noexcept { return problem_; }
 
   /// Does the work on the calling thread. `publish` then makes the state visible.
@@ -45,7 +45,7 @@ class background_task {
       outcome_ = task_state::failed;
       try {
         problem_ = thrown.what();
-      } catch (...) {  // no memory for the sentence
+      } catch (...) {  // no memory for the message
       }
     } catch (...) {
       outcome_ = task_state::failed;
@@ -54,9 +54,9 @@ class background_task {
   void publish() noexcept { state_.store(outcome_, std::memory_order_release); }
 
  protected:
-  /// Does the work. Returns early, with half a result, once `is_over`.
+  /// Does the work. Returns early, with an incomplete result, once `is_over` returns true.
   virtual void run(const std::atomic<bool>& stopping) = 0;
-  /// Whether the thread stops, or no copy of the pointer that `wanted` returned is left.
+  /// Whether the work may end early: the thread is stopping, or nobody holds the pointer that `wanted` returned.
   bool is_over(const std::atomic<bool>& stopping) const { return stopping || (has_owner_ && owner_.expired()); }
 
  private:
@@ -71,8 +71,8 @@ class background_task {
   std::string problem_;
 };
 
-/// A pointer for those who want the task's result. Once no copy of it is left, the thread need not do the task. Call it
-/// before the task is started.
+/// Returns a pointer for the owners of the task's result. Once its last copy is destroyed, the thread may skip the
+/// task. Call this before the task is started.
 template <class Task>
 std::shared_ptr<Task> wanted(std::shared_ptr<Task> task) {
   Task* const raw = task.get();
@@ -81,15 +81,15 @@ std::shared_ptr<Task> wanted(std::shared_ptr<Task> task) {
   return held;
 }
 
-/// Does tasks one after the other on a thread of its own, which begins with the first task. Starting a task never
-/// waits. Any thread may call it. Tasks run in the floating-point mode that programs begin with. A child of fork() has
-/// no such thread. Where its parent's thread had begun, it is stopped in the child.
+/// Runs tasks one after the other on its own thread, which the first task starts. `start` never waits for a task. Any
+/// thread may call it. Tasks run in the floating-point mode that programs begin with. The thread does not exist in a
+/// child of fork(): if the parent had started it, the child's copy of this object counts as stopped.
 class background {
  public:
   background() = default;
   background(const background&) = delete;
   background& operator=(const background&) = delete;
-  /// In a child of fork() the memory of the thread is not released: its locks cannot be undone there.
+  /// In a child of fork() the memory of the thread is not released: its locks cannot be released there.
   virtual ~background() {
     if (is_parents()) {
       (void)worker_.release();
@@ -98,13 +98,14 @@ class background {
     }
   }
 
-  /// Errors   no thread, or no memory: the task is not started then.
+  /// Errors   no thread can be started, or no memory is left: an exception, and the task is not started.
   virtual void start(std::shared_ptr<background_task> task) {
-    if (is_parents()) return task->publish();  // as stopped
+    if (is_parents()) return task->publish();  // its state becomes stopped
     worker_->start(std::move(task), home_);
   }
 
-  /// Ends for good. The running task returns early, waiting and later ones never begin; all are stopped.
+  /// Ends the thread for good. The running task returns early. Queued and later tasks never begin. All of them become
+  /// stopped.
   void stop() noexcept {
     if (!is_parents()) worker_->stop();
   }
@@ -114,12 +115,12 @@ class background {
   struct worker {
     void start(std::shared_ptr<background_task> task, std::atomic<const home_process*>& home) {
       std::lock_guard lock(mutex);
-      if (stopping) return task->publish();  // as stopped
+      if (stopping) return task->publish();  // its state becomes stopped
       tasks.push_back(std::move(task));
       try {
         if (!thread.joinable()) {
           made_in.emplace();
-          home = &*made_in;  // before the thread: another one may fork now
+          home = &*made_in;  // set before the thread starts, because another thread may fork at any moment
           thread = std::thread([this] { serve(); });
         }
       } catch (...) {
@@ -140,7 +141,7 @@ class background {
       for (; !tasks.empty(); tasks.pop_front()) tasks.front()->publish();
     }
     void serve() {
-      const default_float_mode mode;  // a thread begins in the mode of the one that starts it
+      const default_float_mode mode;  // a new thread inherits the mode of the thread that started it
       for (;;) {
         std::shared_ptr<background_task> task;
         {
@@ -170,7 +171,7 @@ class background {
   }
 
   std::unique_ptr<worker> worker_ = std::make_unique<worker>();
-  std::atomic<const home_process*> home_{nullptr};  // the thread's; null: none has begun
+  std::atomic<const home_process*> home_{nullptr};  // the process of the thread; null: no thread has started
 };
 
 TESSERA_NAMESPACE_END

@@ -1,4 +1,5 @@
-// Calibrates a profile: what a choice over a whole layer leaves to each of its heads, over many prompts.
+// Calibrates a profile: the share of its tokens that each head keeps when all heads of a layer compete, measured over
+// many prompts.
 #pragma once
 
 #include <algorithm>
@@ -15,9 +16,10 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// What each head of a layer keeps where the layer's best ceil(share * kv_heads * tokens) tokens are kept, whichever
-/// head they belong to; the protected tail of each head is among them, and a head keeps one token at least.
-/// Shapes   shares [kv_heads], as parts of a head's tokens.   Cost  O(n) over the layer's scores on average.
+/// The fraction of its tokens that each head of a layer keeps when the layer keeps its best
+/// ceil(share * kv_heads * tokens) tokens of all heads. These include the protected tail of each head. A head keeps at
+/// least one token.
+/// Shapes   returns [kv_heads], each in (0, 1].   Cost  O(n) over the layer's scores on average.
 inline host_vector<double> layer_wide_shares(const layer_scores& scores, double share) {
   offset_t tokens = 0, tails = 0;
   for (index_t h = 0; h < scores.kv_heads; ++h) {
@@ -34,7 +36,7 @@ inline host_vector<double> layer_wide_shares(const layer_scores& scores, double 
   return result;
 }
 
-/// Shares of all heads of a model, prompt by prompt.
+/// Collects the shares of all heads of a model, prompt by prompt.
 class calibration {
  public:
   calibration(index_t layers, index_t kv_heads) : layers_(layers), kv_heads_(kv_heads) {}
@@ -50,8 +52,8 @@ class calibration {
   index_t samples() const { return index_t(samples_.size()); }
   const host_vector<double>& sample(index_t i) const { return samples_[std::size_t(i)]; }
 
-  /// Mean and deviation over the samples (of a sample: divided by one less than there are; of one alone 0), and the
-  /// budget min(1, mean + alpha * deviation).
+  /// The profile: mean and sample standard deviation over the prompts (divisor: prompts - 1; 0 for a single prompt),
+  /// and the budget min(1, mean + alpha * deviation).
   /// Errors   no samples: tessera::error.
   profile finish(double share, double alpha) const {
     require(!samples_.empty(), "samples", 0, "at least 1", "add the shares of a prompt");
@@ -79,9 +81,9 @@ class calibration {
   host_vector<host_vector<double>> samples_;
 };
 
-/// How alike two orders of the same heads are: the correlation of their ranks after Spearman, equal numbers sharing the
-/// mean of their ranks. 1: the same order; 0 where one of them has none.
-/// Errors   more numbers of one than of the other: tessera::error.
+/// Spearman's rank correlation of two rankings of the same heads. Equal numbers share the mean of their ranks. 1: the
+/// same order; 0 if all numbers of one ranking are equal.
+/// Errors   `a` and `b` of different sizes: tessera::error.
 inline double rank_correlation(const host_vector<double>& a, const host_vector<double>& b) {
   require(a.size() == b.size(), "numbers of the second order", b.size(),
           "those of the first, which are " + std::to_string(a.size()), "compare two orders of the same heads");

@@ -1,5 +1,5 @@
-// The body of find_eigenvectors: Eigen's solver. The one header of the library that includes Eigen, and what rotates
-// includes it.
+// The body of find_eigenvectors: Eigen's solver. No other header of the library includes Eigen. Methods that rotate
+// rows include this header.
 #pragma once
 
 #include "rotation.hpp"
@@ -23,7 +23,7 @@ void find_eigenvectors(const Real* matrix, index_t dim, Real* values, Real* vect
   require(solver.info() == Eigen::Success, "eigenvectors of a second moment", "not found", "a solver that converges",
           "scale keys and values");
   Eigen::Map<Eigen::Matrix<Real, Eigen::Dynamic, 1>>(values, dim) = solver.eigenvalues();
-  Eigen::Map<square>(vectors, dim, dim) = solver.eigenvectors();  // by columns: each eigenvector lies in one piece
+  Eigen::Map<square>(vectors, dim, dim) = solver.eigenvectors();  // column-major: an eigenvector is contiguous
 }
 
 TESSERA_NAMESPACE_END

@@ -11,10 +11,11 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Eigenvalues, ascending, and eigenvectors, one a row, of a symmetric matrix [dim, dim], by Jacobi's rotations row by
-/// row until what is left beside the diagonal is rounding.
+/// Eigenvalues, ascending, and eigenvectors, one per row, of a symmetric matrix [dim, dim]. Jacobi's rotations sweep
+/// the matrix row by row until only rounding errors are left off the diagonal.
 ///
-/// Cost     some eight sweeps of dim squared / 2 rotations: several times Eigen's solver (runtime/eigen.hpp).
+/// Cost     some eight sweeps of dim squared / 2 rotations: several times the cost of Eigen's solver
+///          (runtime/eigen.hpp).
 template <class Real>
 void find_eigenvectors_by_jacobi(const Real* matrix, index_t dim, Real* values, Real* vectors) {
   const auto n = std::size_t(dim);
@@ -28,13 +29,13 @@ void find_eigenvectors_by_jacobi(const Real* matrix, index_t dim, Real* values, 
   };
   Real trace = 0;
   for (std::size_t i = 0; i < n; ++i) trace += std::abs(a[i * n + i]);
-  const Real least = Real(1e-17) * trace;  // of a matrix with fewer directions than rows noise is left
+  const Real least = Real(1e-17) * trace;  // a matrix of lower rank leaves noise below this
   for (int sweep = 0; sweep < 40; ++sweep) {
     bool rotated = false;
     for (std::size_t p = 0; p + 1 < n; ++p) {
       for (std::size_t q = p + 1; q < n; ++q) {
         const Real beside = a[p * n + q], pp = a[p * n + p], qq = a[q * n + q];
-        // Below it neither eigenvalue changes in its last bits, nor their vectors by more than rounding.
+        // An element below this bound changes neither eigenvalue, and the eigenvectors by no more than rounding.
         if (std::abs(beside) <= (std::max)(least, Real(1e-15) * std::sqrt(std::abs(pp * qq)))) continue;
         rotated = true;
         const Real theta = (qq - pp) / (2 * beside);

@@ -1,4 +1,5 @@
-// How many tokens every kv_head keeps where lengths alone decide: the host of a device knows it without a transfer.
+// How many tokens every kv_head keeps under a budget that depends on lengths alone. A GPU's host computes these counts
+// without a transfer.
 #pragma once
 
 #include <algorithm>
@@ -9,15 +10,16 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// The tokens of a layer's heads since a turn's prompt began; see prompt_reach.
+/// Counts of a layer's heads during a turn's prompt; see prompt_reach.
 struct settled_heads {
   host_vector<index_t> earlier;  ///< tokens from before the turn
-  host_vector<index_t> settled;  ///< first tokens that do not compete
+  host_vector<index_t> settled;  ///< oldest tokens that stay without competing
 };
 
-/// The tokens that a budget of lengths leaves each head of a layer: the counts of choose_kept on either backend.
-/// Shapes   stored [kv_heads], tokens of each head.   `layer`: as the budget sees it, of one head where all choose
-///          together.
+/// The number of tokens that such a budget leaves each head of a layer. choose_kept has the same counts on both
+/// backends.
+/// Shapes   stored [kv_heads], tokens of each head.   `layer`: as the budget sees it; it has one head if all heads
+///          choose together.
 template <length_budget Budget>
 kept_bound kept_by_lengths(const Budget& budget, const layer_extent& layer, host_vector<index_t> stored,
                            const settled_heads& before, index_t seen, index_t kv_heads) {

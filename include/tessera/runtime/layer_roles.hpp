@@ -1,4 +1,4 @@
-// The role of each layer of a cache: it follows the recipe, or not.
+// The role of each layer of a cache: dense, sliding, or following the recipe.
 #pragma once
 
 #include "../core/logit_rule.hpp"
@@ -15,7 +15,7 @@ class layer_roles {
 
   bool slides(index_t layer) const { return shape_.slides(layer); }
   bool follows_recipe(index_t layer) const { return layer >= dense_layers_ && !slides(layer); }
-  /// The newest tokens that a layer needs, 0: all of them.
+  /// How many of its newest tokens a layer needs; 0: all of them.
   index_t window(index_t layer) const { return slides(layer) ? shape_.window : 0; }
 
   logit_rule rule(index_t layer) const {

@@ -12,7 +12,7 @@ TESSERA_NAMESPACE_BEGIN
 
 /// The pages that a prompt needs of a pool of ragged pages.
 struct page_plan {
-  host_vector<index_t> final_pages;  ///< of each group when the prompt has ended; an upper bound where layers slide
+  host_vector<index_t> final_pages;  ///< of each group when the prompt has ended; an upper bound if layers slide
   /// The largest number of pages of all groups together during the prompt, earlier pages included; at most 2^31 - 1.
   index_t peak = 0;
 };
@@ -21,14 +21,14 @@ struct page_plan {
 struct coming_prompt {
   index_t tokens = 0;
   index_t chunk = 0;   ///< tokens that are judged together; parts of a chunk end at multiples of it
-  index_t window = 0;  ///< newest tokens of a chunk that always stay and are judged with the next chunk once more
+  index_t window = 0;  ///< newest tokens of a chunk: they always stay, and the next chunk's choice judges them again
 };
 
-/// Follows the length of every head through the prompt. Before a layer appends a chunk, it keeps its share of the
-/// prompt so far.
+/// Simulates the length of every head through the prompt. Before a layer appends a chunk, each of its heads drops
+/// tokens until it keeps its share of the prompt so far.
 /// Shapes   stored [layers, kv_heads], tokens of each head before the prompt.
-///          share(layer, head, tokens): what a head keeps of the prompt's first `tokens`; whole(layer): whether a
-///          layer chooses nothing; window(layer): the newest tokens that it then keeps, 0: all.
+///          share(layer, head, tokens): how many of the prompt's first `tokens` a head keeps; whole(layer): whether the
+///          layer drops nothing by choice; window(layer): how many newest tokens such a layer keeps, 0: all.
 /// Cost     chunks * layers * kv_heads * heads of a group.
 template <class Share, class Whole, class Window>
 page_plan plan_pages(const head_groups& groups, index_t page, const host_vector<index_t>& stored,
@@ -56,8 +56,8 @@ page_plan plan_pages(const head_groups& groups, index_t page, const host_vector<
       lengths[head] = std::clamp(stored[head] + share(layer, h, tokens), least, lengths[head]);
       settled[head] = lengths[head] - tail;
     }
-    // A sliding layer drops rows behind its window once they are more than `spare_room`. It keeps those that the
-    // attention of the chunk still reads.
+    // A sliding layer drops the rows that are older than its window once there are more than `spare_room` of them. It
+    // keeps the rows that the attention of the chunk still reads.
     const offset_t unattended = tokens < prompt.tokens ? chunk : 0, slid = longest_slid(window(layer)) + unattended;
     for (index_t h = 0; h < groups.kv_heads && window(layer) > 0; ++h) {
       index_t& length = lengths[std::size_t(layer * groups.kv_heads + h)];

@@ -1,4 +1,4 @@
-// The ragged pages that a prompt needs by a recipe, for the caches of both backends.
+// How many ragged pages a prompt needs under a recipe, for the caches of both backends.
 #pragma once
 
 #include "../core/host/host_vector.hpp"
@@ -8,8 +8,9 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// The pages that a prompt of `tokens` tokens needs of a pool of ragged pages, with chunks that end at the multiples of
-/// the schedule's. Where a first stage drops tokens only at the end of a prompt, `final_pages` counts those before it.
+/// The pages that a prompt of `tokens` tokens needs of a pool of ragged pages. Chunks end at multiples of the
+/// schedule's chunk length. If a first stage drops tokens only at the end of a prompt, `final_pages` counts the pages
+/// before that drop.
 /// Shapes   stored [layers, kv_heads], tokens of each head before the prompt.
 template <class Recipe>
 page_plan plan_prompt_pages(const head_groups& groups, index_t page, const host_vector<index_t>& stored,

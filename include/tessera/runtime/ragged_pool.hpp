@@ -11,9 +11,9 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Pages are numbers; the owner of the memory gives them a meaning. A sequence can always acquire the pages reserved
-/// for it; beyond these it acquires pages that no sequence has or has reserved.
-/// Errors   more pages than the pool has: tessera::error; out of memory: std::bad_alloc. Then nothing has changed.
+/// A page is a number; the owner of the memory maps it to an address. A sequence can always acquire the pages reserved
+/// for it. Beyond these it can acquire only pages that no sequence has acquired or reserved.
+/// Errors   more pages than the pool has: tessera::error; out of memory: std::bad_alloc. In both cases nothing changes.
 class ragged_pool {
  public:
   /// `capacity`: pages of the pool; 0: no bound.
@@ -31,12 +31,12 @@ class ragged_pool {
     reserve(id, 0);
   }
 
-  /// Reserves `pages` for a sequence, those that it has included. Replaces its earlier reservation.
+  /// Reserves `pages` for a sequence, counting the pages that it already has. Replaces its earlier reservation.
   void reserve(index_t id, index_t pages) {
     sequence& owner = sequences_[std::size_t(id)];
     const offset_t claimed = claimed_ - claim(owner) + (std::max)(owner.page_count, pages);
     const bool fits = capacity_ == 0 || pages <= owner.reserved || claimed <= capacity_;
-    if (!fits) {  // in a branch: only the message needs memory
+    if (!fits) {  // a branch instead of require(): the message is built, and needs memory, only on failure
       fail("pages of the pool", capacity_,
            "at least " + std::to_string(claimed) + ", with " + std::to_string((std::max)(owner.page_count, pages)) +
                " for this sequence",
@@ -46,12 +46,13 @@ class ragged_pool {
     owner.reserved = pages;
   }
 
-  /// Allocates host memory, so that `acquire` of `pages` for a group of a pool with a bound needs none.
+  /// Allocates host memory in advance, so that a later `acquire` of `pages` for the group allocates none. Holds for
+  /// pools with a bound.
   void make_room(index_t id, index_t group, index_t pages) {
     host_vector<index_t>& table = sequences_[std::size_t(id)].tables[std::size_t(group)];
     if (std::size_t(pages) > table.capacity()) table.reserve((std::max)(std::size_t(pages), 2 * table.size()));
   }
-  /// Gives a group pages until it has `pages` at least.
+  /// Adds pages to a group until it has at least `pages`.
   void acquire(index_t id, index_t group, index_t pages) {
     sequence& owner = sequences_[std::size_t(id)];
     host_vector<index_t>& table = owner.tables[std::size_t(group)];
@@ -70,7 +71,7 @@ class ragged_pool {
     owner.page_count = page_count;
     claimed_ = claimed;
   }
-  /// Releases pages of a group, the last ones first, until it has `pages` at most. Needs no memory.
+  /// Releases pages of a group, the last ones first, until it has at most `pages`. Needs no memory.
   void release(index_t id, index_t group, index_t pages) {
     sequence& owner = sequences_[std::size_t(id)];
     host_vector<index_t>& table = owner.tables[std::size_t(group)];
@@ -107,7 +108,7 @@ class ragged_pool {
 
   index_t groups_, capacity_, made_ = 0, idle_ = 0;
   offset_t claimed_ = 0;
-  host_vector<index_t> idle_pages_;  // memory for all pages: a release allocates nothing, also in a copy
+  host_vector<index_t> idle_pages_;  // has capacity for all pages, in copies too, so that a release allocates nothing
   host_vector<sequence> sequences_;
 };
 

@@ -1,4 +1,5 @@
-// The basis of a segment: the rotation that gathers energy, and the order of its channels. On the host; small matrices.
+// The basis of a segment, computed on the host: the rotation that concentrates the rows' energy in few channels, and
+// the order of these channels.
 #pragma once
 
 #include <algorithm>
@@ -13,11 +14,11 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Eigenvalues, ascending, and eigenvectors, one a row, of a symmetric matrix [dim, dim].
+/// Eigenvalues, ascending, and eigenvectors, one per row, of a symmetric matrix [dim, dim].
 ///
-/// Its body is in runtime/eigen.hpp, which methods that rotate include, so that nobody else compiles Eigen. nvcc does
-/// not see it: a CUDA source with a CPU cache that rotates is linked with a C++ source that has `template void
-/// tessera::find_eigenvectors<double>(const double*, tessera::index_t, double*, double*);`.
+/// The body is in runtime/eigen.hpp. Only methods that rotate rows include that header, so that no other code compiles
+/// Eigen. nvcc skips the body. Link a CUDA source whose CPU cache rotates rows with a C++ source that has `template
+/// void tessera::find_eigenvectors<double>(const double*, tessera::index_t, double*, double*);`.
 template <class Real>
 void find_eigenvectors(const Real* matrix, index_t dim, Real* values, Real* vectors);
 
@@ -25,7 +26,7 @@ void find_eigenvectors(const Real* matrix, index_t dim, Real* values, Real* vect
 template <class Real>
 inline constexpr bool eigenvectors_included = false;
 
-/// The sum of x x^T over rows, [dim, dim]: `load(i, to)` gives row i of `count` as fp32.
+/// The sum of x x^T over rows, [dim, dim]. `load(i, to)` writes row i of `count` as fp32.
 template <class Load>
 host_vector<double> second_moment(index_t count, index_t dim, const Load& load) {
   host_vector<double> moment(static_cast<std::size_t>(dim * dim), 0.0);
@@ -42,8 +43,8 @@ host_vector<double> second_moment(index_t count, index_t dim, const Load& load) 
 }
 
 /// rotation [channels, dim] = the eigenvectors of the second moment [dim, dim] with the largest eigenvalues, the
-/// largest first. Each is turned so that its largest component is positive (the first of several), so that the same
-/// rows always give the same rotation.
+/// largest first. The sign of each is such that its largest component (the first, if several are equal) is positive.
+/// Thus the same rows always give the same rotation.
 /// Errors   a second moment with NaN or infinity: tessera::error.
 /// solve(matrix, dim, values, vectors) does what `find_eigenvectors` does.
 template <class Real, class Solve>
@@ -80,7 +81,8 @@ void find_rotation(const host_vector<Real>& moment, index_t dim, index_t channel
 
 namespace detail {
 
-/// Pairs up `items`, those with the largest `likeness(a, b)` first, ties to the lower items. Their number is even.
+/// Matches `items`, whose number is even, into pairs: greedily, the largest `likeness(a, b)` first, ties to the lower
+/// items.
 template <class Likeness>
 host_vector<std::pair<index_t, index_t>> greedy_pairs(index_t items, const Likeness& likeness) {
   struct candidate {
@@ -100,15 +102,16 @@ host_vector<std::pair<index_t, index_t>> greedy_pairs(index_t items, const Liken
     taken[std::size_t(one.a)] = taken[std::size_t(one.b)] = true;
     pairs.emplace_back(one.a, one.b);
   }
-  std::sort(pairs.begin(), pairs.end());  // by the stronger channel: the lower one
+  std::sort(pairs.begin(), pairs.end());  // by the lower channel of the pair, which is the stronger one
   return pairs;
 }
 
 }  // namespace detail
 
-/// The order in which `channels` channels stand so that groups of 2 or 4 neighbours are often chosen together; of 1: as
-/// they are. together [channels, channels]: how many vectors have chosen both. Pairs are matched greedily, then pairs
-/// of pairs; groups stand in the order of their strongest channel, the lowest. `group` divides `channels`.
+/// An order of `channels` channels in which the 2 or 4 neighbours of a group are often chosen together; the identity
+/// for groups of 1. Channels are matched greedily into pairs, then pairs into groups of 4. Groups are sorted by their
+/// lowest channel, which is the strongest. together [channels, channels]: how many vectors chose both channels. `group`
+/// divides `channels`.
 inline host_vector<index_t> group_channels(const host_vector<double>& together, index_t channels, index_t group) {
   host_vector<host_vector<index_t>> groups;
   for (index_t c = 0; c < channels; ++c) groups.push_back({c});
@@ -134,8 +137,8 @@ inline host_vector<index_t> group_channels(const host_vector<double>& together, 
   return order;
 }
 
-/// The order for `format.group` by what `channels` chooses of single channels in up to 1,024 of `count` rotated rows;
-/// row(i) is one of them, [format.channels].
+/// The order for groups of `format.group`, from the single channels that the selector `channels` chooses in up to 1,024
+/// of `count` rotated rows. row(i) is one of these rows, [format.channels].
 template <class Channels, class Row>
 host_vector<index_t> order_of_channels(const Channels& channels, const packed_format& format, index_t count,
                                        const Row& row) {

@@ -1,5 +1,5 @@
-// How a segment is packed best: which share of its channels, in groups of how many, in blocks of how many tokens. On
-// the host.
+// The search for a segment's packing strategy, on the host: the share of channels that are kept, the size of a group of
+// channels, and the tokens of a block.
 #pragma once
 
 #include <algorithm>
@@ -12,24 +12,25 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Measures what every candidate loses on the rows of a segment, head after head, K and V; then chooses.
+/// Measures the loss of every candidate strategy on the rows of a segment, head by head, for K and V; then chooses one.
 ///
-/// A vector's loss is the share of its energy that is left out, |x - x^|^2 / (|x|^2 + 1e-12), of a token the mean of
-/// K's and V's. Of the candidates whose mean loss lies below `loss`, the best keeps the fewest channels, then has the
-/// largest group; of blocks, the largest within which keys spread less than `spread` of how they spread over all of the
-/// segment. Where none qualifies: the most channels, one by one, and the smallest block.
+/// The loss of a vector is the share of its energy that is left out, |x - x^|^2 / (|x|^2 + 1e-12). The loss of a token
+/// is the mean of K's and V's. Candidates qualify if their mean loss is below `loss`. The best of these keeps the
+/// fewest channels and, among equals, has the largest group. If none qualifies, the choice is the most channels in
+/// groups of one. The block is the largest within which the keys' variance is below `spread` times their variance over
+/// the whole segment. If none qualifies, it is the smallest block.
 ///
-/// Cost     of a head: one second moment, one set of eigenvectors, and nine selections a vector, K and V.
+/// Cost     per head, for each of K and V: one second moment, one set of eigenvectors, and nine selections per vector.
 /// Paper    MosaicKV, arXiv:2607.00760, Sec. 5.4, 5.5. The loss, the order of the search and both thresholds are ours:
 ///          it gives none.
 template <class Channels>
 class strategy_search {
  public:
-  /// A selector of single vectors' channels whose members `channels` and `group` are a strategy's.
+  /// `like`: a selector of one vector's channels. The search sets its members `channels` and `group`.
   explicit strategy_search(const Channels& like) : like_(like) {}
 
-  /// Rows of K or of V of one head: `load(i, to)` gives row i of `count` [dim] as fp32; `left`: channels that
-  /// truncation leaves.
+  /// Measures rows of K or of V of one head. `load(i, to)` writes row i of `count`, [dim], as fp32. `left`: channels
+  /// that truncation leaves.
   /// Errors   rows with NaN or infinity: tessera::error.
   template <class Load>
   void add(index_t count, index_t dim, index_t left, const std::string& of, const Load& load) {
@@ -37,7 +38,7 @@ class strategy_search {
     find_rotation(second_moment(count, dim, load), dim, left, of, basis.data());
     add(count, dim, left, basis.data(), load);
   }
-  /// The same where their rotation, basis [left, dim], is known.
+  /// The same for rows whose rotation, basis [left, dim], is known.
   template <class Load>
   void add(index_t count, index_t dim, index_t left, const float* basis, const Load& load) {
     host_vector<float> turned(std::size_t(offset_t(left) * dim));
@@ -62,7 +63,7 @@ class strategy_search {
     }
   }
 
-  /// Keys of one head, in their order: how they spread within blocks.
+  /// Measures how the keys of one head, given in order, vary within blocks.
   template <class Load>
   void add_blocks(index_t count, index_t dim, const Load& load) {
     host_vector<float> row(static_cast<std::size_t>(dim));
@@ -97,7 +98,7 @@ class strategy_search {
         if (found) result.channels = strategy_shares[s], result.group = strategy_groups[g];
       }
     }
-    for (std::size_t b = strategy_blocks.size(); b-- > 0;) {  // the largest that qualifies comes last
+    for (std::size_t b = strategy_blocks.size(); b-- > 0;) {  // later iterations overwrite: the largest qualifying wins
       if (tail % strategy_blocks[b] == 0 && inside_[b] < double(spread) * outside_) result.block = strategy_blocks[b];
     }
     return result;
@@ -121,7 +122,7 @@ class strategy_search {
     result.group = group;
     return result;
   }
-  /// The sum of squares; zeroes the elements.
+  /// Returns the sum of squares, and sets the elements to zero.
   static double drain_squares(host_vector<double>& sum) {
     double square = 0;
     for (double& x : sum) {
@@ -158,8 +159,8 @@ class strategy_search {
 
   Channels like_;
   std::array<std::array<trial, strategy_groups.size()>, strategy_shares.size()> tried_;
-  std::array<double, strategy_blocks.size()> inside_{};  // sums of squares around the means of blocks
-  double outside_ = 0;                                   // and around the means of heads
+  std::array<double, strategy_blocks.size()> inside_{};  // sums of squared distances from the means of blocks
+  double outside_ = 0;                                   // sum of squared distances from the means of heads
 };
 
 TESSERA_NAMESPACE_END

@@ -59,8 +59,8 @@ struct choose_problem {
   }
 };
 
-/// Throws tessera::error where a scorer of a window has no queries: the earliest tokens would stay. The CPU asks where
-/// anything is stored. The device's host cannot see that, and asks always.
+/// Throws tessera::error if a scorer of a window has no queries: without scores the earliest tokens would stay. The CPU
+/// checks this only if tokens are stored. A GPU's host does not know whether any are, and always checks.
 template <class View, class E>
 void require_queries(const choose_problem<View, E>& p) {
   require(p.q.tokens > 0, "queries", "none", "the last ones of each prompt, which this scorer observes",

@@ -12,7 +12,7 @@ TESSERA_NAMESPACE_BEGIN
 /// process has set (flush-to-zero of -ffast-math, another rounding), nor on which thread calculates.
 /// On x86 with SSE and on 64-bit ARM; elsewhere nothing happens. It is for calls that read and write memory: a compiler
 /// may move calculations between registers over it, and clang does.
-/// Cost     one read of the register (2 ns, EPYC); two writes more where the mode is another one.
+/// Cost     one read of the register (2 ns, EPYC); two more writes if the mode differs.
 class default_float_mode {
  public:
   default_float_mode() noexcept : previous_(read()) {

@@ -1,4 +1,4 @@
-// What budgets know of a layer without scores: lengths. What they answer: upper bounds.
+// What budgets know of a layer without its scores: lengths. What they return for these: upper bounds.
 #pragma once
 
 #include "../host/host_vector.hpp"

@@ -27,7 +27,7 @@ struct turn_extent {
   }
 };
 
-/// What one layer of a sequence holds at most at any moment: `by_head` is always known.
+/// Upper bounds of what one layer of a sequence stores at any moment. `by_head` is always known.
 struct layer_peak {
   turn_extent turn;
   bool follows_recipe = true;

@@ -1,4 +1,4 @@
-// A budget's plan for one conversation: how many tokens each stage handles, and how little an estimate may read.
+// A budget's plan for one conversation: how many tokens each stage handles, and how much an estimate may read.
 #pragma once
 
 #include "../config.hpp"

@@ -9,7 +9,7 @@
 TESSERA_NAMESPACE_BEGIN
 
 /// The lines of one query head. A row at position p attends the key at position k where k is a vertical line or p - k a
-/// slash line; k <= p. Positions, not slots: a line stays what it is when tokens are dropped.
+/// slash line; k <= p. Lines are given by positions, not slots, so that they stay valid when tokens are dropped.
 struct line_set {
   host_vector<index_t> vertical;  ///< positions of keys, ascending
   host_vector<index_t> slash;     ///< how far keys lie behind the query, ascending

@@ -5,7 +5,7 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Of the queries of one layer and sequence, turned back to position 0, by query head.
+/// Sums over the queries of one layer and sequence, by query head, with RoPE undone.
 /// Shapes   counts [q_heads], sums [q_heads, k_dim], products [q_heads, k_dim, k_dim]: the lower triangle of the sums
 ///          of q[i] * q[j], the rest is not read.
 struct query_statistics {

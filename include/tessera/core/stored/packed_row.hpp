@@ -83,7 +83,8 @@ TESSERA_HD float load_value(const std::byte* values, index_t index) {
   return float(stored);
 }
 
-/// The nearest finite fp16 of a finite number. A rotation may gather a whole vector in one channel.
+/// The nearest finite fp16 of a finite number. Clamping is needed because a rotation may concentrate a vector's whole
+/// norm in one channel.
 TESSERA_HD inline float clamped_to_fp16(float x) {
   constexpr float largest = 65504;
   if (x > largest && x < infinity) return largest;

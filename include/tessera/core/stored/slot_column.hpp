@@ -1,4 +1,4 @@
-// Numbers that go with stored tokens: one a slot, in anybody's memory.
+// Numbers that belong to stored tokens: one per slot, in memory that the view does not own.
 #pragma once
 
 #include <concepts>

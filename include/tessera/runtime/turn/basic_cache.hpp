@@ -83,11 +83,11 @@ class basic_cache {
     return conversations_.open(recipe_);
   }
 
-  /// Opens a copy of a sequence, and returns its id. Both then store, choose and answer what the one would have, and
-  /// are independent. Rows are copied. Finished segments of packed rows are shared; on a GPU they stay in memory until
-  /// the sequence that packed them is closed.
+  /// Opens a copy of a sequence, and returns its id. The two are independent. Each stores, chooses and outputs what the
+  /// original would have. Rows are copied. Finished segments of packed rows are shared; on a GPU they stay in memory
+  /// until the sequence that packed them is closed.
   /// Errors   a prompt or a step under way, on a GPU that of any sequence; a pool with too few pages: tessera::error.
-  ///          Work that a graph replays is not known to the host: fork behind it.
+  ///          The host does not know of the work that a graph replays: enqueue a fork after that work.
   index_t fork(index_t id, default_queue queue = {}) {
     const default_float_mode mode;
     conversations_.check_fork(id);
@@ -194,9 +194,9 @@ class basic_cache {
     backend_.reread(owner, conversations_.sequence(id).policies, part, queries, keys, values, out, queue);
   }
 
-  /// Ends the turn's prompt in one layer, after the layer's attention. It does now the part of the prompt's end that
-  /// needs this layer alone: where a method chooses no tokens, rows are packed to segments, so that a prompt in one
-  /// chunk needs the whole rows of one layer instead of all. Changes no answer. The call is optional.
+  /// Ends the turn's prompt in one layer, after the layer's attention. The call is optional and changes no output. It
+  /// does the part of `end_prefill` that needs this layer alone: if the method chooses no tokens, it packs the layer's
+  /// rows into segments. A prompt in one chunk then needs memory for the whole rows of one layer instead of all layers.
   ///
   /// On a GPU segments are made on a stream of the cache's own. They replace whole rows when the next packing layer
   /// ends, when a step is prepared, or sooner if the pool is full: a prompt in one chunk needs the whole rows of two
@@ -308,10 +308,10 @@ class basic_cache {
   /// Bytes of a sequence in all layers: rows and columns, observed queries, the second stage's index.
   offset_t bytes(index_t id) const { return backend_.bytes(id, conversations_.sequence(id)); }
 
-  /// The most that one new sequence takes at any moment of a prompt, in chunks of at most `chunk` tokens (0: in one),
-  /// and its answer, in steps of any length: what `bytes` counts, and the second place of one layer whose rows move.
-  /// Pages are those of the layout's pool, 0 without one. Holds for prompts that are announced where a schedule chooses
-  /// after chunks; counts text in segments as if each token were one. A second turn may take more.
+  /// An upper bound of the memory of one new sequence during a prompt, in chunks of at most `chunk` tokens (0: one
+  /// chunk), and its answer, in steps of any length. It covers what `bytes` counts, and a second copy of one layer
+  /// while its rows move. Pages are those of the layout's pool, 0 without one. If a schedule chooses after chunks, the
+  /// bound holds for announced prompts only. Every token counts as one segment of text. A second turn may take more.
   /// Errors   a turn that the recipe or the cache's sizes do not allow: tessera::error.
   capacity bound(index_t prompt, index_t answer, index_t chunk = 0) const {
     const turn_extent turn{prompt, answer, chunk == 0 ? prompt : chunk, backend_.max_step_tokens()};
@@ -319,9 +319,10 @@ class basic_cache {
     const planned<Recipe> policies = conversations_.plan_first(recipe_, prompt);
     return backend_.upper_bound(recipe_, policies, layer_peaks(recipe_, policies, backend_.roles(), shape_, turn));
   }
-  /// What one more sequence can take now: one whose `bound` it covers runs to its end, if the others take no more
-  /// meanwhile. To admit several, subtract their bounds from what an empty cache has. What nothing limits is
-  /// capacity::unlimited: bytes on the CPU, or beside pages that run out first. {0, 0}: no more sequences may be open.
+  /// The memory that one more sequence can take now. A sequence whose `bound` fits into it runs to its end if the other
+  /// sequences take no more meanwhile. To admit several, subtract their bounds from what an empty cache has. Quantities
+  /// without a limit are capacity::unlimited: bytes on the CPU, and bytes where pages run out first. {0, 0}: no more
+  /// sequences may be open.
   capacity available() const {
     const index_t upper = backend_.max_sequences();
     return upper > 0 && conversations_.next_id() >= upper ? capacity{} : backend_.available();
@@ -336,7 +337,7 @@ class basic_cache {
     return offset_t(shape_.layers) * shape_.kv_heads * tokens * layout::token_bytes();
   }
 
-  /// Of a store with ragged pages. `plan_pages`: the pages that a prompt of `tokens` tokens needs, with chunks no
+  /// For a store with ragged pages. `plan_pages`: the pages that a prompt of `tokens` tokens needs, with chunks no
   /// longer than the schedule's that end at its multiples. `pages`: pages of each group of heads of a sequence.
   /// `upper_bound_pages`: the peak of a new sequence's prompt.
   page_plan plan_pages(index_t id, index_t tokens) const requires(Backend::in_groups) {
@@ -353,8 +354,9 @@ class basic_cache {
     return backend_.plan_pages(-1, recipe_, conversations_.plan_first(recipe_, tokens), tokens).peak;
   }
 
-  /// Of rows whose segments' strategies are searched: a report, and the thread that searches. `search_on` sets another
-  /// one, before the first step; copies of a cache share it. Once it is stopped, caches keep their strategies.
+  /// For rows whose packing strategies are searched. `strategies` returns a report. `search_on` replaces the thread
+  /// that searches; call it before the first step. Copies of a cache share the thread. After it is stopped, caches keep
+  /// the strategies that they have.
   strategy_report strategies(index_t id) const requires searches {
     conversations_.sequence(id);
     return backend_.store().searches().report(id);

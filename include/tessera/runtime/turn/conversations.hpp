@@ -1,4 +1,5 @@
-// The host's state of a cache's conversations: which are open, their progress, what is due. Both caches share it.
+// The host's state of a cache's conversations: which are open, how far each has come, and when the first stage chooses.
+// The caches of both backends use it.
 #pragma once
 
 #include <algorithm>
@@ -166,7 +167,7 @@ class conversations {
     find(id).policies = policies;
   }
 
-  /// The tokens of a turn's prompt in a layer: settled by earlier choices, and those that compete.
+  /// The tokens of a turn's prompt in a layer: those that earlier choices settled, and those that compete.
   prompt_reach reach(sequence_layer owner) const {
     const layer& state = progress(owner);
     const index_t begin = state.next_position - state.turn_tokens;

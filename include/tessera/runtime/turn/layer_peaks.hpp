@@ -1,4 +1,4 @@
-// Computes what each layer of a new sequence holds at most during a turn, before there is any of it.
+// Computes in advance an upper bound of what each layer of a new sequence stores during a turn.
 #pragma once
 
 #include <algorithm>
@@ -16,16 +16,17 @@ TESSERA_NAMESPACE_BEGIN
 
 namespace detail {
 
-/// How many tokens gather at most between the choices of a first stage.
+/// The largest numbers of tokens that are appended between two choices of a first stage.
 struct choice_gaps {
   index_t prompt = 0;          ///< of the prompt that no choice has judged
   bool at_prompt_end = false;  ///< whether the end of the prompt chooses
   index_t first = 0;           ///< of the answer until its first choice, or its end
-  index_t later = 0;           ///< of the answer between two choices, or behind the last one
+  index_t later = 0;           ///< of the answer between two choices, or after the last one
   bool in_answer = false;      ///< whether the answer chooses
 };
 
-/// Asks a schedule about every moment of a turn, one token a step. Longer steps add `step` - 1 tokens to each gap.
+/// Asks a schedule about every moment of a turn with one token per step. Longer steps add `step` - 1 tokens to each
+/// gap.
 /// Cost     the tokens of the answer, and log(chunk) for each prompt token that a chunk's end does not judge.
 template <class Recipe>
 choice_gaps gaps_of(const Recipe& recipe, const planned<Recipe>& policies, const turn_extent& turn) {
@@ -79,7 +80,7 @@ inline kept_bound even_heads(index_t kv_heads, index_t tokens) {
   return even;
 }
 
-/// What a first stage leaves of a layer, whatever the scores, of at most `all` tokens a head.
+/// An upper bound, over all scores, of what a first stage retains of a layer whose heads have at most `all` tokens.
 template <class Recipe>
 kept_bound kept_of_layer(const Recipe&, const planned<Recipe>& policies, const model_shape& shape, index_t layer,
                          index_t all) {
@@ -113,7 +114,7 @@ kept_bound kept_of_layer(const Recipe&, const planned<Recipe>& policies, const m
   return kept;
 }
 
-/// `held` with `tokens` more in every head; no head has more than `all`.
+/// `held` with `tokens` more in every head, each head limited to `all`.
 inline kept_bound grown(kept_bound held, offset_t tokens, index_t all) {
   offset_t total = 0;
   held.longest = 0;
@@ -132,8 +133,8 @@ inline kept_bound larger(kept_bound a, const kept_bound& b) {
   return a;
 }
 
-/// What the heads of a layer hold at most while the prompt is written, and once it has ended, where every choice leaves
-/// `kept` and each gap adds to it.
+/// Upper bounds of what the heads of a layer store while the prompt is written, and after it has ended. Every choice
+/// leaves `kept`, and each gap adds tokens to it.
 inline std::pair<kept_bound, kept_bound> peaks_between(const kept_bound& kept, const choice_gaps& gaps,
                                                        index_t kv_heads, const turn_extent& turn) {
   const index_t all = turn.tokens();

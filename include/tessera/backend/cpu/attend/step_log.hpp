@@ -22,9 +22,10 @@ class step_log {
   void begin(index_t sequences) {
     if (pending_.size() < std::size_t(sequences)) pending_.resize(std::size_t(sequences));
   }
-  /// Notes that a step of sequence `b` of the batch attended `read` of a view, null for all of it. A token has
-  /// `token_bytes`; the choice read `bytes`. The note counts after `commit`. Where query heads of a group read apart,
-  /// note each of the group's `members` in order; a token that several of them read counts once.
+  /// Records that a step of sequence `b` of the batch attended the slots `read` of a view (null: all). A token has
+  /// `token_bytes`; the choice of the slots read `bytes`. The record counts after `commit`. If the query heads of a
+  /// group read separately, record each of the group's `members` in order. A token that several of them read counts
+  /// once.
   template <class View>
   void note(index_t b, const View& view, const selection_view* read, offset_t token_bytes, offset_t bytes,
             index_t member = 0, index_t members = 1) {

@@ -34,7 +34,7 @@ class executor {
   static constexpr double worth_waking = 1 << 20;
 
   /// Starts `threads` workers, the calling thread included; 0: one for every core.
-  /// Where the system starts fewer (a container's limit), the executor uses those. If they are more than the cores it
+  /// If the system starts fewer (a container's limit), the executor uses those. If these still outnumber the cores, it
   /// uses half of them, because memory for stacks may be short. See `threads` and `refused`.
   explicit executor(int threads = 0) {
     if (threads <= 0) threads = (std::max)(1, int(std::thread::hardware_concurrency()));
@@ -155,7 +155,7 @@ class executor {
     index_t count = 0;
     int busy = 0;
     std::uint64_t round = 0;
-    std::size_t last_worker = ~std::size_t(0);  // those with higher numbers leave
+    std::size_t last_worker = ~std::size_t(0);  // workers with higher numbers end
     call_type call = nullptr;
     void* object = nullptr;
     std::exception_ptr failure;

@@ -49,8 +49,8 @@ TESSERA_INLINE lanes4 fold(Vector x) {
   }
 }
 
-/// {x0 + x1, x2 + x3, y0 + y1, y2 + y3}. A lambda would be constexpr without being asked, which nvcc then compiles for
-/// the device where --expt-relaxed-constexpr is set; it has no such vectors.
+/// {x0 + x1, x2 + x3, y0 + y1, y2 + y3}. Not a lambda: lambdas are implicitly constexpr, so nvcc with
+/// --expt-relaxed-constexpr would compile it for the device, which has no such vectors.
 TESSERA_INLINE lanes4 neighbour_sums(lanes4 x, lanes4 y) {
   return __builtin_shufflevector(x, y, 0, 2, 4, 6) + __builtin_shufflevector(x, y, 1, 3, 5, 7);
 }

@@ -34,7 +34,7 @@ class exact_reader;
 ///   complete(entry, view, tokens, group, out)   corrects the output of the step; few readers do
 ///   list_bytes(entry, n, count), side_bytes()   bytes that a step reads of candidates, and of sums, of one head
 ///   bytes(entry)                             allocated bytes
-///   upper_bound(policies, readable)          the most that these can be where heads have so many tokens to read
+///   upper_bound(policies, readable)          upper bound of `bytes` for heads with so many readable tokens
 template <class Recipe>
 struct reader_of {
   using type = exact_reader<Recipe>;

@@ -28,8 +28,8 @@ requires(!Recipe::retrieve_type::retrieves) struct reader_of<Recipe> {
   using type = whole_reader<Recipe>;
 };
 
-/// The candidates of every (layer, sequence), where a filter chooses, and the recipe's reader. Candidates are those of
-/// one turn: none during its prompt, every slot until the filter first chooses.
+/// The recipe's reader and, if a filter chooses, the candidates of every (layer, sequence). Candidates last for one
+/// turn. There are none during its prompt. Then every slot is a candidate until the filter first chooses.
 template <class Recipe>
 class reading {
   using retrieve_type = typename Recipe::retrieve_type;

@@ -99,8 +99,9 @@ void row_log_sum_exp(const View& view, const query_rows<Q>& queries, const logit
   });
 }
 
-/// Joins weights of query rows to every token's score: adds the sum over rows of scorer.weigh(logit, lse), or takes the
-/// largest of them, or replaces the score by the sum over the newest token's rows.
+/// Adds the weights of query rows to every token's score. By the scorer's `rows`, the score increases by the sum over
+/// rows of scorer.weigh(logit, lse), becomes the largest weight, or is replaced by the sum over the newest token's
+/// rows.
 ///
 /// Shapes   scores: head h of sequence b begins at scores + offsets[b * kv_heads + h]; lse as row_log_sum_exp gives it.
 /// Rows are added one at a time in order, so feeding them in chunks gives the same bits as all at once.
@@ -139,7 +140,7 @@ void accumulate_scores(const View& view, const query_rows<Q>& queries, const log
         float* out = scores + offsets[row] + begin;
         for (int r = 0; r < count; ++r) {
           const float row_lse = lse[offset_t(row) * rows + first + r];
-          if (row_lse == -infinity) continue;  // a row that sees nothing says nothing
+          if (row_lse == -infinity) continue;  // a row that sees no key adds nothing
           float* logits = memory.tile.logits + r * tile_tokens;
           for (int t = 0; t < tile_tokens; ++t) logits[t] = scorer.weigh(logits[t], row_lse);
           for (int t = 0; t < width; ++t) {
@@ -176,7 +177,7 @@ void score_rows(const View& view, const query_rows<Q>& queries, const logit_rule
   };
   bool complete = given.data != nullptr;
   each_given([&](float, float theirs) { complete = complete && theirs < infinity; });
-  const View ordered = ascending_view(view);  // looked at above
+  const View ordered = ascending_view(view);  // its positions were checked above
   if (!complete) row_log_sum_exp(ordered, queries, rule, workspace.lse.data(), workspace, workers);
   each_given([&](float& own, float theirs) { own = theirs < infinity ? theirs : own; });
   accumulate_scores(ordered, queries, rule, scorer, workspace.lse.data(), scores, offsets, workspace, workers);

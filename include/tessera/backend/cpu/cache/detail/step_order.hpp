@@ -8,8 +8,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Layers step in order, once for each `prepare_step`: a layer behind or ahead would answer for other positions. A
-/// layer counts its tokens when it has been decoded.
+/// Checks that layers are decoded in order, once for each `prepare_step`: a layer that is behind or ahead would compute
+/// with other positions. A layer counts its tokens after it has been decoded.
 template <class Recipe>
 class step_order {
  public:

@@ -13,7 +13,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Nothing, for policies whose layers choose apart.
+/// Does nothing: for policies whose layers choose separately.
 template <class Policy, bool OverModel = Policy::over_model>
 class model_counts {
  public:
@@ -23,8 +23,8 @@ class model_counts {
   const index_t* counts(index_t) const { return nullptr; }
 };
 
-/// Of a sequence whose scores lie beside its tokens: of all heads of the layers that follow the recipe, the best heads
-/// * budget candidates win.
+/// Counts for a sequence whose scores are stored beside its tokens. Over all heads of the layers that follow the
+/// recipe, the best (heads * budget) candidates win.
 template <class Policy>
 class model_counts<Policy, true> {
  public:

@@ -41,7 +41,7 @@ class extrema_reader {
     own.pages.reset(heads_, own.pages.page());
   }
 
-  /// `moved`: slots have other rows now, so that everything is built anew.
+  /// `moved`: slots hold other rows than before, so that the index is built anew.
   template <class View>
   void refresh(std::size_t index, const View& view, const planned<Recipe>& policies, bool moved) {
     entry& own = entries_[index];
@@ -83,7 +83,8 @@ class extrema_reader {
     return bytes;
   }
 
-  /// Adds to each row the mean of V up to the row's token, weighed by the probability that the attended tokens lack.
+  /// Adds to each row the mean of V up to the row's token, weighted by the probability of the tokens that were not
+  /// attended.
   template <class View>
   void complete(std::size_t index, const View& all, index_t tokens, index_t group, const rows_view<float>& out) {
     if constexpr (!averages) return;
@@ -103,7 +104,7 @@ class extrema_reader {
           float* row = out.row(0, t, h * group + g);
           for (int d = 0; d < v_dim; ++d) {
             const float mean = float(sum[d] / double(previous + t + 1));
-            row[d] = std::fma(part, row[d], (1 - part) * mean);  // alike whatever a compiler would contract
+            row[d] = std::fma(part, row[d], (1 - part) * mean);  // explicit: compilers differ in what they contract
           }
         }
       }

@@ -15,16 +15,16 @@ namespace cpu {
 /// Per-channel extrema of pages of consecutive slots, for every kv_head of one layer and one sequence. Of encoded rows:
 /// those of the decoded keys, each rounded to the element type `T`.
 ///
-/// Folding a key into its page costs O(D) and gives the same as building the page from its keys. Where rows are
-/// dropped, slots move to other pages: `reset` and build the index anew. A page of one slot has its key once, by
-/// channel: this second copy of K lets a scorer read few channels of every key.
+/// Folding a key into its page costs O(D) and gives the same result as building the page from all of its keys. After
+/// rows are dropped, slots belong to other pages: call `reset` and build the index anew. A page of one slot stores its
+/// key once, by channel. This second copy of K lets a scorer read only a few channels of every key.
 template <class T, int D>
 class page_index {
  public:
   /// Capacities are multiples of this many pages, so that a scorer may read whole vectors.
   static constexpr index_t capacity_step = 16;
 
-  /// Empties the index; a page has `page` slots then.
+  /// Empties the index, and sets the number of slots of a page.
   void reset(index_t kv_heads, index_t page) {
     page_ = page;
     filled_.assign(std::size_t(kv_heads), 0);
@@ -73,7 +73,7 @@ class page_index {
 
   /// Bytes allocated for pages.
   offset_t bytes() const { return offset_t(data_.capacity() * sizeof(T)); }
-  /// The most that one head with so many tokens takes in pages of `page` slots.
+  /// Upper bound of the bytes of one head with `tokens` tokens in pages of `page` slots.
   static offset_t upper_bound(index_t page, index_t tokens) {
     return page_row_elements(page, D, capacity_for(ceil_div(tokens, page), true)) * offset_t(sizeof(T));
   }

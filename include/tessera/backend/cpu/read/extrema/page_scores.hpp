@@ -17,7 +17,7 @@ namespace cpu {
 template <int D>
 struct page_query {
   host_vector<float> q;            // [rows, D], as given
-  host_vector<char> usable;        // [rows]: whether every element is finite; another row says nothing
+  host_vector<char> usable;        // [rows]: whether every element is finite; other rows are ignored
   host_vector<float> scale;        // [rows]
   host_vector<index_t> positions;  // [rows]
   host_vector<index_t> channels;   // ascending
@@ -189,8 +189,8 @@ struct page_choice {
   offset_t bytes_read = 0;  ///< of the index
 };
 
-/// Chooses the slots that a step reads of one (sequence, kv_head), and computes the share of probability that they
-/// have.
+/// Chooses the slots that a step reads of one (sequence, kv_head), and computes their share of the attention
+/// probability.
 ///
 /// Shapes   out [tokens of the head], ascending slots; mass [rows] or null: the sum of each row's estimated
 ///          probabilities over the chosen slots (1 for a row that adds nothing).

@@ -15,7 +15,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Has, for every (layer, sequence), the sum of each segment's keys by kv_head, and the sum of the queries of the
+/// Keeps, for every (layer, sequence), the sum of each segment's keys by kv_head, and the sum of the queries of the
 /// answer's last segment. Its views are `segmented_view`s.
 template <class Recipe>
 class segment_reader {
@@ -108,14 +108,14 @@ class segment_reader {
       total += offset_t(keys.runs.capacity() * sizeof(run) + keys.sums.capacity() * sizeof(float));
     return total;
   }
-  /// As if each token were a segment; vectors that grow double.
+  /// Counts each token as one segment, and allows for vectors that double when they grow.
   offset_t upper_bound(const planned<Recipe>&, const kept_bound& readable) const {
     const offset_t sum = k_dim * offset_t(sizeof(float));
     return 2 * readable.total * (offset_t(sizeof(run)) + sum) + 2 * offset_t(heads_) * sum;
   }
 
  private:
-  /// Consecutive slots of one segment, to the next run's first or the end.
+  /// Consecutive slots of one segment. They end where the next run begins, or at the last slot.
   struct run {
     index_t segment, first;
   };
@@ -142,11 +142,11 @@ class segment_reader {
   };
   struct entry {
     host_vector<head_index> heads;
-    spoken previous, current;  // up to the newest step; with it
+    spoken previous, current;  // without the newest step; with it
   };
 
-  /// Adds a step's queries. A step that begins where the last one began replaces it: that one failed. A step that
-  /// begins where none ended, behind a prompt, begins a segment.
+  /// Adds a step's queries. If the step begins at the same position as the last one, that one failed and is replaced. A
+  /// step that does not begin where the last one ended follows a prompt and begins a segment.
   template <class Q>
   void listen(entry& here, const query_rows<Q>& queries, index_t kv_heads) const {
     const index_t tokens = queries.q.tokens, first = queries.position(0, 0), group = queries.q.heads / kv_heads;
