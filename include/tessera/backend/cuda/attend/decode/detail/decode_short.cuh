@@ -68,7 +68,7 @@ struct decode_short : decode_kernel<View, Out> {
     if (tokens == 32 || lane >= tokens) ask(p.view.value(at.sequence, at.head, slot), Dv * format::element_bytes);
   }
 
-  /// `shift`: the base 2 logarithm of how many blocks a cluster has. The counter has begun.
+  /// `shift`: log2 of the number of blocks in the cluster. The caller has already called `begin` of the counter.
   __device__ void run(int shift, memory_type& shared) const {
     const int blocks = 1 << shift, rank = int(blockIdx.x) & (blocks - 1);
     const index_t row = index_t(blockIdx.x) >> shift, sequence = small_quotient(row, p.view.kv_heads);
