@@ -88,7 +88,7 @@ __device__ inline index_t row_of_unit_in_warp(const index_t* ends, index_t rows,
 inline constexpr index_t max_pieces = 1024;  // so that products of two piece numbers stay below 2^20
 
 /// `units` cut into `count` pieces. Piece i begins at floor(i * units / count). If rows are equal and their number
-/// divides `count`, some pieces end where each row ends.
+/// divides `count`, each row ends where a piece ends.
 struct even_pieces {
   index_t units, count, size, rest;
 
