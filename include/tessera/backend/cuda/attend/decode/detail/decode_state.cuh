@@ -76,7 +76,7 @@ __device__ __forceinline__ void pack_weights(const float (&low)[4], const float 
   }
 }
 
-/// The softmax state of one warp that reads tiles of undecoded 16-bit elements.
+/// The softmax state of one warp that reads tiles of 16-bit elements.
 template <class View>
 struct decode_state : decode_softmax<View::v_dim, decode_config<View>::tokens> {
   using T = typename View::element_type;
