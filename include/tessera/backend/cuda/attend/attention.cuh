@@ -18,13 +18,14 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// `AllView` is the view of everything that is stored, `ReadView` that of what steps may read: often the same.
+/// `AllView` is the view of all stored tokens, `ReadView` that of the tokens that steps may read. They are often the
+/// same type.
 template <class AllView, class ReadView, class Out>
 class attention {
   template <class View>
   struct step_operation {
     decode_attention<View, Out> run;
-    device_buffer<unsigned char> scratch;  // zeros: its counters begin with 0
+    device_buffer<unsigned char> scratch;  // zeroed: its counters start at 0
     step_operation(const model_shape& shape, index_t q_heads, const cache_options& options, const device_info& device)
         : run(options.sequences, shape.kv_heads, q_heads, options.step_tokens, device),
           scratch(run.workspace_bytes()) {}
@@ -51,7 +52,7 @@ class attention {
   void step(const decode_problem<ReadView, Out>& problem, cudaStream_t stream) const {
     read_.run.run(problem, read_.scratch.data(), stream);
   }
-  /// A step over everything, where steps otherwise read a view of candidates.
+  /// A step over all stored tokens, for recipes whose steps otherwise read a view of candidates.
   void step(const decode_problem<AllView, Out>& problem, cudaStream_t stream) const requires(!alike) {
     all_.run.run(problem, all_.scratch.data(), stream);
   }
@@ -63,14 +64,14 @@ class attention {
   std::conditional_t<alike, none, step_operation<AllView>> all_;
 };
 
-/// Attention over packed rows. A first prompt, and layers that never pack, are attended like plain rows. A later turn's
-/// prompt attends to segments and whole rows by the step's kernel, a few tokens at a time; so do steps that read
-/// everything.
+/// Attention over packed rows. A first prompt is attended like plain rows, and so are layers that never pack. A later
+/// turn's prompt attends to segments and whole rows with the decode step's kernel, a few tokens at a time. Steps that
+/// read everything use that kernel too.
 template <class Whole, class Out>
 class attention<packed_view<Whole>, packed_view<Whole>, Out> {
   using view_type = packed_view<Whole>;
   using T = typename view_type::element_type;
-  static constexpr index_t rows_at_once = 64;  // of queries of a prompt and kv_head: bounds the scratch
+  static constexpr index_t rows_at_once = 64;  // query rows of a prompt per kv_head and launch; bounds the scratch
 
   struct operation {
     index_t tokens;
@@ -130,7 +131,7 @@ class attention<packed_view<Whole>, packed_view<Whole>, Out> {
  private:
   attention<Whole, Whole, Out> plain_;
   operation prompt_;
-  std::optional<operation> step_;  // for recipes whose steps read everything; others attend after their choice
+  std::optional<operation> step_;  // only for recipes whose steps read everything; others attend after the selection
   device_buffer<index_t> position_{1};
 };
 

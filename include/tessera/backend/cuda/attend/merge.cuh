@@ -15,7 +15,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Parts of one launch. A lane of a warp holds the weight of one part.
+/// How many parts one launch merges: each lane of a warp holds the weight of one part.
 inline constexpr int max_parts = 32;
 
 template <class Out>
@@ -33,8 +33,8 @@ __device__ __forceinline__ void write_four(Out* to, const float4& x) {
   *reinterpret_cast<uint2*>(to) = make_uint2(pack_pair<Out>(x.x, x.y), pack_pair<Out>(x.z, x.w));
 }
 
-/// A warp merges one row. The output may be one of the parts: a lane writes only what it alone has read, and lse is
-/// written last.
+/// A warp merges one row. The output may be one of the parts: a lane writes only elements that no other lane reads, and
+/// lse is written last.
 template <int Dim, class Out>
 __global__ void __launch_bounds__(128) merge_entry(const __grid_constant__ merge_problem<Out> p) {
   constexpr int at_once = 4, fours = (Dim / 4 + 31) / 32;
@@ -48,9 +48,9 @@ __global__ void __launch_bounds__(128) merge_entry(const __grid_constant__ merge
 
   const float lse = lane < p.count ? *p.parts[lane].lse.row(sequence, token, q_head) : -infinity;
   const float sink = p.sink_logits ? p.sink_logits[q_head] : -infinity;
-  float top = fmaxf(lse, sink);  // of the two that are not NaN
+  float top = fmaxf(lse, sink);  // the larger; NaN is ignored
   top = lanes_max<32>(top);
-  // Nothing seen, or nothing but NaN: weights against 0 are 0 or NaN, without inf - inf.
+  // If nothing was seen, or only NaN, weights relative to 0 are 0 or NaN, and inf - inf is avoided.
   const float reference = softmax_reference(top);
   const float weight = exp2f((lse - reference) * log2e);
   const float sum = warp_sum(weight) + exp2f((sink - reference) * log2e);
@@ -97,9 +97,10 @@ __global__ void __launch_bounds__(128) merge_entry(const __grid_constant__ merge
 ///
 /// Shapes   parts as attention_part, any number of them, rows of Dim; out [sequences, tokens, q_heads, Dim], fp32, fp16
 ///          or bf16; lse [sequences, tokens, q_heads], or no data; sink_logits [q_heads] on the device, or null.
-/// Returns  the rows' softmax over all parts and the sink, by their log-sum-exps; sink logits add to the sums here and
-///          nowhere else. A row that no part sees gives 0 and -infinity, or the sink's logit; NaN in any part shows.
-///          Same input, same bits: parts are added in order. `out` and `lse` may be one of the parts.
+/// Returns  the softmax of each row over all parts and the sink, computed from the parts' log-sum-exps. Sink logits are
+///          added here and nowhere else. A row that no part sees gives 0 and -infinity, or the sink's logit. A NaN in
+///          any part shows in the output. Same input, same bits: parts are added in order. `out` and `lse` may be one
+///          of the parts.
 /// Errors   before the launch: shapes, alignment, no lse in a part; more than 32 parts need fp32 outputs with lse.
 /// Cost     one launch per 32 parts, without allocation or synchronisation; reads every part once.
 template <int Dim, class Out>
@@ -120,7 +121,7 @@ void merge_parts(std::span<const attention_part> parts, const float* sink_logits
   const auto entry = detail::merge_entry<Dim, Out>;
   static const bool overlapping = can_overlap(entry);
   detail::merge_problem<Out> problem{{}, 0, nullptr, out, lse};
-  // The first round fills the outputs, and each later one takes them as its first part.
+  // The first round fills the outputs. Each later round takes them as its first part.
   do {
     const std::size_t some = (std::min)(parts.size(), std::size_t(max_parts - problem.count));
     std::copy_n(parts.begin(), some, problem.parts + problem.count);

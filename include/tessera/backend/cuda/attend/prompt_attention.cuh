@@ -15,7 +15,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Adds the bits of a chunk's columns to those of all prompts of the conversation. blockIdx.y: a query head.
+/// Adds the bits of a chunk's columns to those of all prompts of the conversation. blockIdx.y is a query head.
 template <int Threads>
 __global__ void __launch_bounds__(Threads) add_columns_entry(line_tables chunk, std::uint32_t* to, index_t words) {
   const index_t word = index_t(blockIdx.x * Threads + threadIdx.x), q_head = blockIdx.y;
@@ -25,8 +25,8 @@ __global__ void __launch_bounds__(Threads) add_columns_entry(line_tables chunk, 
 }  // namespace detail
 
 /// Attends everything. Both kinds have these calls:
-///   open(id, stream)                                               an empty sequence
-///   copy(from, to, stream)                                         the columns that another one's prompts left
+///   open(id, stream)                                               begins an empty sequence
+///   copy(from, to, stream)                                         copies the columns that another one's prompts left
 ///   attend(owner, recipe, problem, first, attention, stream)       a chunk's rows, the first at position `first`
 ///   columns(layer)                                                 the columns that prompts leave for steps
 ///   trace(on), lines(owner)                                        the lines of the last chunk that was traced
@@ -50,11 +50,11 @@ class prompt_attending {
   prompt_lines none_;
 };
 
-/// Attends along lines, chosen anew for every chunk. All layers share one set of tables: calls follow each other on a
-/// stream.
-/// Memory   tables and scratch of the choice for `options.tokens` positions. Where decoding reads columns, also a bit a
-///          token for every layer, sequence and query head. A conversation that drops tokens may become longer: it
-///          makes them anew, twice as large, in a call that allocates and waits for the device.
+/// Attends along lines, chosen anew for every chunk. All layers share one set of tables, because calls follow each
+/// other on a stream.
+/// Memory   tables and scratch of the choice for `options.tokens` positions. If decoding reads columns, also one bit
+///          per token for every layer, sequence and query head. A conversation that drops tokens may become longer: the
+///          tables are then made anew, twice as large, in a call that allocates and waits for the device.
 template <class Recipe, class View, class Out>
 class prompt_attending<Recipe, View, Out, true> {
   using pattern_type = typename Recipe::prefill_type;
@@ -113,7 +113,7 @@ class prompt_attending<Recipe, View, Out, true> {
     recipe.prefill.sample(first, next, sampled_);
     const line_tables tables = (*tools_).choose.run(recipe.prefill, {problem.view, problem.q, first, problem.rule},
                                                     sampled_, (*tools_).scratch.data(), stream);
-    // The scratch of the choice is free now.
+    // The scratch of the choice is no longer needed here.
     attend_.run(problem, tables, scratch_.data(), stream, {(*tools_).scratch.data(), (*tools_).scratch.bytes()});
     if (words_ > 0) {
       const dim3 grid{unsigned(ceil_div(words_, 128)), unsigned(shape_.q_heads)};
@@ -135,7 +135,7 @@ class prompt_attending<Recipe, View, Out, true> {
     return columns_.data() + (offset_t(owner.layer) * sequences_ + owner.id) * shape_.q_heads * words_;
   }
 
-  /// Tables as lines of the host. Synchronises.
+  /// Downloads the tables as host lines. Synchronises.
   prompt_lines downloaded_lines(const View& view, const line_tables& tables, index_t first, index_t next) const {
     prompt_lines result;
     result.first = first, result.next = next, result.dense_from = next - tables.dense_rows;

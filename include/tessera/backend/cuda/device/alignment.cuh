@@ -1,4 +1,4 @@
-// Where 16-byte accesses are possible.
+// Checks of where 16-byte accesses are possible.
 #pragma once
 
 #include <string>
@@ -11,7 +11,7 @@ namespace cuda {
 
 TESSERA_HD inline bool on_16_bytes(const void* address) { return reinterpret_cast<std::uintptr_t>(address) % 16 == 0; }
 
-/// Whether every row begins on 16 bytes with its elements side by side.
+/// Whether every row begins on 16 bytes and its elements are contiguous.
 template <class T>
 bool rows_on_16_bytes(const T* data, const row_strides& strides) {
   const auto whole = [](offset_t stride) { return stride * offset_t(sizeof(T)) % 16 == 0; };
@@ -22,13 +22,13 @@ bool rows_on_16_bytes(const rows_view<T>& rows) {
   return rows_on_16_bytes(rows.data, {rows.sequence_stride, rows.head_stride, rows.token_stride, 1});
 }
 
-/// Errors   an address that is no multiple of `bytes`: tessera::error with `name`.
+/// Errors   an address that is not a multiple of `bytes`: tessera::error with `name`.
 inline void require_aligned(const char* name, const void* data, std::size_t bytes) {
   if (reinterpret_cast<std::uintptr_t>(data) % bytes == 0) return;
   fail(std::string("address of ") + name, data, "a multiple of " + std::to_string(bytes), "align the memory");
 }
 
-/// Errors   the first address or stride that is no multiple of `elements` elements: tessera::error with `name`.
+/// Errors   the first address or stride that is not a multiple of `elements` elements: tessera::error with `name`.
 template <class T>
 void require_aligned_rows(const char* name, const T* data, const row_strides& strides, offset_t elements) {
   require_aligned(name, data, std::size_t(elements) * sizeof(T));

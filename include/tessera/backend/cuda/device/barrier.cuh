@@ -1,4 +1,4 @@
-// Who waits for whom: barriers in shared memory that count arrivals, and flags in device memory.
+// Barriers in shared memory that count arrivals, and flags in device memory.
 #pragma once
 
 #include "copy.cuh"
@@ -14,16 +14,16 @@ __device__ __forceinline__ void arrive_at(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/// A barrier whose threads may be at different lines of the code. __syncthreads wants all threads of a block at one
-/// line, and so does bar.sync where it counts all of them (compute-sanitizer's synccheck).
+/// A barrier whose threads may be at different lines of the code. __syncthreads requires all threads of a block at one
+/// line, and so does bar.sync when it counts all of them (compute-sanitizer's synccheck).
 template <int Number, int Threads>
 struct numbered_barrier {
   __device__ static void wait() { asm volatile("barrier.sync %0, %1;" ::"n"(Number), "n"(Threads) : "memory"); }
 };
 
-/// A barrier in shared memory, named by its address there. It counts threads and bytes that arrive, and its phase flips
-/// at each full count. One thread initialises it, then the block synchronises. Where other blocks of a cluster or the
-/// copy engine count there, `publish_barriers` comes before that.
+/// A barrier in shared memory, named by its address there. It counts arriving threads and bytes, and its phase flips
+/// each time the count is complete. One thread initialises it, then the block synchronises. If other blocks of a
+/// cluster or the copy engine count there, call `publish_barriers` before that synchronisation.
 __device__ __forceinline__ void init_barrier(std::uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -36,17 +36,17 @@ __device__ __forceinline__ void publish_barriers() {
 __device__ __forceinline__ void arrive(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-/// Arrives once the copies that this thread has asked for are there.
+/// Arrives once the asynchronous copies that this thread has issued are complete.
 __device__ __forceinline__ void arrive_after_copies(std::uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
-/// Arrives, and lets the phase end only when so many bytes have arrived too.
+/// Arrives, and lets the phase end only when this many bytes have arrived too.
 __device__ __forceinline__ void arrive_expecting(std::uint32_t barrier, std::uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 #endif
 }
-/// Waits until the phase of that parity has ended. What arrived in this block is visible then.
+/// Waits until the phase of this parity has ended. What arrived from this block is visible then.
 __device__ __forceinline__ void wait_phase(std::uint32_t barrier, std::uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -69,8 +69,8 @@ __device__ __forceinline__ void wait_phase_of_cluster(std::uint32_t barrier, std
 #endif
 }
 
-/// Flags and counters in device memory, between blocks. What ::cuda::atomic_ref does, without its header's 2.5 seconds
-/// of every compilation (decision 0011).
+/// Flags and counters in device memory, for communication between blocks. They do what ::cuda::atomic_ref does, without
+/// the 2.5 seconds that its header adds to every compilation (decision 0011).
 __device__ __forceinline__ unsigned load_acquire(const unsigned* from) {
   unsigned value;
   asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");

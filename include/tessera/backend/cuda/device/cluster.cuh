@@ -1,4 +1,5 @@
-// Thread blocks that see each other's shared memory (sm_90): their barrier, and writes into another block's memory.
+// Thread blocks that can access each other's shared memory (sm_90): their barrier, and writes to another block's
+// memory.
 #pragma once
 
 #include "barrier.cuh"
@@ -6,7 +7,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// All threads of all blocks arrive, then wait. Earlier writes, also those to device memory, are visible after it.
+/// Arrives at the cluster's barrier; all threads of all blocks arrive, then wait. Earlier writes, also those to device
+/// memory, are visible after the wait.
 __device__ inline void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -31,7 +33,7 @@ __device__ inline unsigned cluster_address(const void* mine, int block) {
 #endif
   return address;
 }
-/// Loads and stores 4-byte words of other blocks.
+/// Loads and stores of 4-byte words in other blocks.
 __device__ inline unsigned load_cluster(const unsigned* mine, int block) {
   unsigned value = 0;
 #if __CUDA_ARCH__ >= 900
@@ -48,8 +50,8 @@ __device__ inline void store_cluster(index_t* mine, int block, index_t value) {
   store_cluster(reinterpret_cast<unsigned*>(mine), block, unsigned(value));
 }
 
-/// Thread blocks that work on one row: their barrier, and the shared memory of the others. One block alone runs on
-/// sm_80; several are a cluster.
+/// Thread blocks that work on one row: their barrier, and access to the shared memory of the others. A single block
+/// runs on sm_80 too; several blocks are a cluster.
 template <int Blocks>
 struct block_team {
   __device__ static int rank() { return Blocks == 1 ? 0 : int(blockIdx.x) % Blocks; }
@@ -65,19 +67,19 @@ struct block_team {
   __device__ static void store(unsigned& mine, int block, unsigned value) { store_cluster(&mine, block, value); }
 };
 
-/// Counts, in bytes, what other blocks send to this one. It needs no barrier of the cluster, whose release waits until
-/// the whole device sees all earlier writes (MEMBAR.ALL.GPU, CUDA 13.0). Used once per launch.
+/// Counts, in bytes, what other blocks send to this one. It avoids the cluster's barrier, whose release waits until the
+/// whole device sees all earlier writes (MEMBAR.ALL.GPU, CUDA 13.0). Used once per launch.
 struct arrivals {
   alignas(8) std::uint64_t state;
 
-  /// By one thread, before the cluster's first barrier.
+  /// One thread calls it, before the cluster's first barrier.
   __device__ void begin() {
     init_barrier(shared_address(&state), 1);
     publish_barriers();
   }
-  /// By one thread: how many bytes will arrive in this block. Some may have arrived already.
+  /// One thread states how many bytes will arrive in this block. Some of them may have arrived already.
   __device__ void expect(std::uint32_t bytes) { arrive_expecting(shared_address(&state), bytes); }
-  /// Waits until they have arrived; they are visible then.
+  /// Waits until all expected bytes have arrived. They are visible then.
   __device__ void wait() const { wait_phase_of_cluster(shared_address(&state), 0); }
 };
 /// Writes 4, 8 or 16 bytes to the address in block `block` that corresponds to `mine` in this one. That block's

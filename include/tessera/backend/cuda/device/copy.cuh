@@ -1,4 +1,5 @@
-// Asynchronous copies from global to shared memory and how rows lie there; numbers that the host sets on the device.
+// Asynchronous copies from global to shared memory, the layout of rows there, and numbers that the host sets on the
+// device.
 #pragma once
 
 #include "../../../core/types.hpp"
@@ -11,22 +12,22 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
   return std::uint32_t(__cvta_generic_to_shared(p));
 }
 
-/// Copies 16 bytes from global to shared memory without waiting, past L1. Writes zeros when `valid` is false.
+/// Starts to copy 16 bytes from global to shared memory, bypassing L1. Writes zeros when `valid` is false.
 __device__ __forceinline__ void copy_async16(std::uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
 }
 
-/// Copies 4 bytes likewise, through L1.
+/// The same for 4 bytes, through L1.
 __device__ __forceinline__ void copy_async4(std::uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-/// Writes zeros when `valid` is false.
+/// The same; writes zeros when `valid` is false.
 __device__ __forceinline__ void copy_async4(std::uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
 
-/// A policy for data that is read once. Such data is the first to leave the L2, so other data stays.
+/// An L2 policy for data that is read once: it is evicted first, so that other data stays.
 __device__ __forceinline__ std::uint64_t evict_first_policy() {
   std::uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -42,14 +43,14 @@ __device__ __forceinline__ std::uint32_t load_once(const std::uint32_t* from) {
   return *from;
 #endif
 }
-/// The same address, hidden from the compiler's analysis. All threads of a warp call it. ptxas of CUDA 13.0 may encode
-/// a copy under an L2 policy as an instruction that does not exist, where it sees that all threads share a part of an
-/// address in shared memory.
+/// Returns the same address, hidden from the compiler's analysis. All threads of a warp call it. If ptxas of CUDA 13.0
+/// sees that all threads share a part of a shared-memory address, it may encode a copy under an L2 policy as an
+/// instruction that does not exist.
 __device__ __forceinline__ std::uint32_t own_address(std::uint32_t to) {
   return __shfl_sync(~0u, to, int(threadIdx.x) % 32);
 }
-/// `copy_async4` and `copy_async16` under an L2 policy. A kernel that ends with an illegal instruction takes `to` from
-/// `own_address`.
+/// `copy_async4` and `copy_async16` under an L2 policy. If a kernel fails with an illegal instruction, pass `to`
+/// through `own_address`.
 __device__ __forceinline__ void copy_async4(std::uint32_t to, const void* from, std::uint64_t policy) {
   asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "l"(policy)
                : "memory");
@@ -59,9 +60,9 @@ __device__ __forceinline__ void copy_async16(std::uint32_t to, const void* from,
                "r"(valid ? 16 : 0), "l"(policy)
                : "memory");
 }
-/// Asks for the 128 bytes around `p` to come to the L2.
+/// Prefetches the 128 bytes around `p` into the L2.
 __device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-/// Writes 16 bytes to shared memory, by an address that asynchronous copies take.
+/// Writes 16 bytes to shared memory, at an address of the kind that asynchronous copies take.
 __device__ __forceinline__ void store_shared16(std::uint32_t to, const uint4& value) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)
@@ -73,12 +74,12 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-/// Rows of 16-byte chunks in shared memory, laid out so that matrix loads of 8 rows do not collide. Chunks are
-/// exchanged within 128 bytes where that is possible; else rows are padded to an odd number of chunks. Exchanged rows
-/// are shorter, padded rows are cheaper to address.
+/// Rows of 16-byte chunks in shared memory, laid out so that matrix loads of 8 rows have no bank conflicts. Chunks are
+/// swizzled within 128 bytes where that is possible. Otherwise rows are padded to an odd number of chunks. Swizzled
+/// rows are shorter, padded rows are cheaper to address.
 struct staged_rows {
   int chunks;
-  bool padded = false;  ///< pads rows of any number of chunks
+  bool padded = false;  ///< pads rows, whatever their number of chunks
   TESSERA_HD constexpr bool swizzled() const { return !padded && chunks % 8 == 0; }
   TESSERA_HD constexpr int bytes() const { return (swizzled() ? chunks : chunks | 1) * 16; }
   /// Where chunk `chunk` of row `row` begins, in bytes.
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(Threads)
   if (i < count) to[i] = from[i] + more;
 }
 
-/// Writes for every sequence of a batch where its step begins and where the next one will.
+/// Writes, for every sequence of a batch, where its step begins and where the next step will begin.
 template <int Threads>
 __global__ void __launch_bounds__(Threads) advance_positions_entry(index_t* next, const index_t* ids, index_t* first,
                                                                    index_t* following, index_t batch, index_t tokens) {
@@ -128,8 +129,8 @@ inline const index_t* add_number(index_t* to, const index_t* from, index_t more,
   return to;
 }
 
-/// Moves every sequence of a batch on by `tokens`. Writes where its step begins to `first` [batch]. Writes where the
-/// next one will to `following` [batch] and to next[id].
+/// Advances every sequence of a batch by `tokens`. Writes where its step begins to `first` [batch]. Writes where the
+/// next step will begin to `following` [batch] and to next[id].
 inline void advance_positions(index_t* next, const index_t* ids, index_t* first, index_t* following, index_t batch,
                               index_t tokens, cudaStream_t stream) {
   detail::advance_positions_entry<128>

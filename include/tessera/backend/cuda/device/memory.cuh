@@ -1,4 +1,4 @@
-// Device memory with an owner, scratch that is made when it is needed, and copies of device memory.
+// Device memory with an owner, scratch that is allocated when needed, and copies of device memory.
 #pragma once
 
 #include <memory>
@@ -12,7 +12,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Where device memory comes from. `allocate` returns memory that begins on 256 bytes, or null when it has none.
+/// Where device memory comes from. `allocate` returns memory aligned to 256 bytes, or null if it has none left.
 struct memory_source {
   void* (*allocate)(void* context, std::size_t bytes);
   void (*release)(void* context, void* data, std::size_t bytes);
@@ -25,7 +25,7 @@ inline void* allocate_by_cuda(void*, std::size_t bytes) {
   void* data = nullptr;
   const cudaError_t status = cudaMalloc(&data, bytes);
   if (status == cudaErrorMemoryAllocation) {
-    cudaGetLastError();  // the next call must not find this one's error
+    cudaGetLastError();  // clears the error, so that the next call does not report it
     return nullptr;
   }
   check(status, "cudaMalloc");
@@ -40,9 +40,9 @@ inline memory_source& memory_source_of_thread() {
 
 }  // namespace detail
 
-/// While it lives, device memory that this thread's calls need comes from `source`, an engine's allocator for example.
-/// Make a cache, or set its budget, while one lives. Memory goes back to the source that it came from, so the source
-/// must outlive the caches.
+/// While it lives, this thread's calls take device memory from `source`, for example an engine's allocator. Construct a
+/// cache, or set its budget, while one lives. Memory returns to the source that it came from, so the source must
+/// outlive the caches.
 class allocate_from {
  public:
   explicit allocate_from(const memory_source& source)
@@ -55,8 +55,8 @@ class allocate_from {
   memory_source previous_;
 };
 
-/// Device memory with one owner; a copy copies the contents. Errors: not enough memory; the message has the
-/// requested and the free amount.
+/// Device memory with one owner; a copy copies the contents. Errors: not enough memory; the message has the requested
+/// and the free number of bytes.
 template <class T>
 class device_buffer {
  public:
@@ -73,7 +73,7 @@ class device_buffer {
     }
   }
   device_buffer(const device_buffer& other) : device_buffer(other.count_) {
-    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whatever stream fills the other
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // any stream may be writing the other's memory
     if (count_ > 0) check(cudaMemcpy(data_, other.data_, bytes(), cudaMemcpyDeviceToDevice), "cudaMemcpy");
     check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
@@ -88,7 +88,7 @@ class device_buffer {
   ~device_buffer() {
     if (data_) source_.release(source_.context, data_, bytes());
   }
-  /// Memory with any contents. No stream is waited for.
+  /// Memory that is not initialised. No stream is waited for.
   static device_buffer not_cleared(std::size_t count) {
     device_buffer made;
     made.count_ = count;
@@ -116,7 +116,7 @@ class device_buffer {
   memory_source source_ = detail::memory_source_of_thread();
 };
 
-/// Scratch that is made when it is first needed. A copy of its owner makes scratch of its own.
+/// Scratch that is allocated when it is first needed. A copy of its owner allocates scratch of its own.
 template <class T>
 class made_on_demand {
  public:
@@ -138,7 +138,7 @@ class made_on_demand {
   std::unique_ptr<T> value_;
 };
 
-/// A copy on the host of what the device holds once all its work is done.
+/// A host copy of what the device holds once all its work is done.
 template <class T>
 std::vector<T> downloaded(const T* from, std::size_t count) {
   std::vector<T> host(count);

@@ -10,21 +10,21 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Whether this pass of the compiler makes code of sm_90a, which has products of four warps.
+/// Whether this compiler pass generates code for sm_90a, which has products of four warps (wgmma).
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 inline constexpr bool compiled_for_hopper = true;
 #else
 inline constexpr bool compiled_for_hopper = false;
 #endif
 
-/// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+/// Loads four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrices(std::uint32_t (&r)[4], std::uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
                : "memory");
 }
-/// Turns an 8x8 matrix of 16-bit elements that a warp holds, two neighbours of row l / 4 on lane l.
+/// Transposes an 8x8 matrix of 16-bit elements that a warp holds: lane l has two neighbours of row l / 4.
 __device__ __forceinline__ std::uint32_t transposed(std::uint32_t matrix) {
   std::uint32_t turned;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(matrix));

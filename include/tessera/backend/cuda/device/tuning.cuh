@@ -1,4 +1,4 @@
-// What launches depend on: the device's multiprocessors, shared memory and compute capability.
+// What launches depend on: the device's number of multiprocessors, its shared memory and its compute capability.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// What the host asks a device once, outside of any step.
+/// What the host queries from a device once, outside any step.
 struct device_info {
   int multiprocessors = 0;
   int compute_capability = 0;  ///< 10 * major + minor

@@ -6,20 +6,21 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// The lane of a block of one dimension, read where it is used: values made of it take no register until then.
+/// The lane in a one-dimensional block. It is read where it is used: values computed from it take no register until
+/// then.
 __device__ __forceinline__ int lane_here() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
 
-/// The sum of a warp, the same on every lane and in the same order every time.
+/// The sum over a warp, the same on every lane and added in the same order every time.
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
   return value;
 }
-/// Two at once: neither waits for the other's shuffles.
+/// Two sums at once: neither waits for the other's shuffles.
 __device__ __forceinline__ float2 warp_sum(float2 value) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
@@ -44,7 +45,7 @@ __device__ __forceinline__ T lanes_sum(T value) {
   for (int step = 1; step < Lanes; step *= 2) value += __shfl_xor_sync(~0u, value, step);
   return value;
 }
-/// The largest value of `Lanes` neighbouring lanes, on each of them; a NaN loses.
+/// The largest value of `Lanes` neighbouring lanes, on each of them; NaN is ignored.
 template <int Lanes>
 __device__ __forceinline__ float lanes_max(float value) {
 #pragma unroll
@@ -53,8 +54,8 @@ __device__ __forceinline__ float lanes_max(float value) {
 }
 
 /// `Count` sums over `Lanes` neighbouring lanes at once; both are powers of two, Count <= Lanes. Each lane gets the sum
-/// of values[rank % Count]. After each round half of the lanes carry one value and half another, so that it takes
-/// Count - 1 shuffles and log2(Lanes / Count) more.
+/// of values[rank % Count]. In each round, half of the lanes continue with one half of the values and half with the
+/// other. It takes Count - 1 shuffles, and then log2(Lanes / Count) more.
 template <int Lanes, int Count>
 __device__ __forceinline__ float lanes_sums(float (&values)[Count], int rank) {
   static_assert(Count <= Lanes && (Count & (Count - 1)) == 0, "tessera: lanes add up a power of two of values");
@@ -72,7 +73,7 @@ __device__ __forceinline__ float lanes_sums(float (&values)[Count], int rank) {
   return values[0];
 }
 
-/// The sum up to this lane, its own value included.
+/// The sum of the values of all lanes up to this one, its own included.
 template <class T>
 __device__ __forceinline__ T inclusive_sum(T value, int lane) {
 #pragma unroll
@@ -82,7 +83,7 @@ __device__ __forceinline__ T inclusive_sum(T value, int lane) {
   }
   return value;
 }
-/// Two at once: neither waits for the other's shuffles.
+/// Two sums at once: neither waits for the other's shuffles.
 __device__ __forceinline__ uint2 inclusive_sum(uint2 value, int lane) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -92,8 +93,8 @@ __device__ __forceinline__ uint2 inclusive_sum(uint2 value, int lane) {
   return value;
 }
 
-/// The lanes of a warp as a team that runs one body together; core/one_lane.hpp says what a team is. Host bodies exist
-/// because HD templates name them; nobody calls them.
+/// The lanes of a warp as a team that runs one body together; core/one_lane.hpp defines a team. Host bodies exist only
+/// because HD templates name them, and are never called.
 struct warp_team {
   static constexpr int size = 32;
   TESSERA_HD int rank() const {
@@ -125,15 +126,15 @@ struct warp_team {
   }
 };
 
-/// How all threads of a block meet at one line of the code. Threads that meet at several lines use numbered_barrier.
+/// The meeting of all threads of a block at one line of the code. Threads at several lines use numbered_barrier.
 struct whole_block {
   __device__ static void wait() { __syncthreads(); }
 };
 
-/// Prefix sums over the threads of a block, for unsigned and index_t; lies in shared memory. All threads call it. A
-/// call has one barrier, and another is needed before the next call. A part of a larger block may scan too: it begins
-/// at a multiple of `Threads`, and its threads alone meet at `Meeting`. cub::BlockScan does the same; decision 0011
-/// says why it is not used.
+/// Prefix sums over the threads of a block, for unsigned and index_t. The object lies in shared memory. All threads
+/// call it. A call has one barrier, and another barrier is needed before the next call. A part of a larger block may
+/// scan too: it begins at a multiple of `Threads`, and only its threads meet at `Meeting`. cub::BlockScan does the
+/// same; decision 0011 says why it is not used.
 template <int Threads, class T, class Meeting = whole_block>
 struct block_scan {
   static constexpr int warps = Threads / 32;

@@ -1,5 +1,5 @@
-// Whole numbers on the device: quotients without the twenty instructions of a division, searches, rows of uneven length
-// laid end to end and cut into even pieces.
+// Integers on the device: quotients without the twenty instructions of a division, searches, and rows of uneven length
+// that are laid end to end and cut into even pieces.
 #pragma once
 
 #include "warp.cuh"
@@ -7,13 +7,13 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// floor(a / b) for 0 <= a < 2^20 and b > 0: with half added, the quotient is at least 1 / (2b) away from a whole
-/// number, and the product is off by less.
+/// floor(a / b) for 0 <= a < 2^20 and b > 0, as the product of a + 0.5 and 1 / b: the exact quotient of a + 0.5 is at
+/// least 1 / (2b) away from an integer, and the rounding error of the product is smaller.
 __device__ __forceinline__ index_t small_quotient(index_t a, index_t b) {
   return index_t((float(a) + 0.5f) * __fdividef(1.0f, float(b)));
 }
 
-/// floor(x / by) for 0 <= x < 2^31 and by >= 1, by a product that the host prepares.
+/// floor(x / by) for 0 <= x < 2^31 and by >= 1, by a multiplication with a factor that the host prepares.
 struct quick_divisor {
   std::uint32_t factor = 1;  // ceil(2^(31 + log) / by), log = ceil(log2(by))
   int shift = 0;
@@ -27,8 +27,8 @@ struct quick_divisor {
   __device__ index_t quotient(index_t x) const { return index_t((std::uint64_t(x) * factor) >> shift); }
 };
 
-/// The first i in [0, count) for which `holds(i)`, or `count`. Once it holds, it holds for all later indices. By one
-/// thread.
+/// The first i in [0, count) for which `holds(i)`, or `count`. If it holds for an index, it must hold for all later
+/// ones. One thread calls it.
 template <class Holds>
 __device__ __forceinline__ index_t first_where(index_t count, const Holds& holds) {
   index_t low = 0;
@@ -42,7 +42,7 @@ __device__ __forceinline__ index_t first_where(index_t count, const Holds& holds
   return low;
 }
 
-/// The same by one warp, 32 probes a round: one trip to memory for 32 items, two for 1,024, three for 32,768.
+/// The same by one warp, with 32 probes a round: one access to memory for 32 items, two for 1,024, three for 32,768.
 template <class Holds>
 __device__ __forceinline__ index_t first_where_in_warp(index_t count, int lane, const Holds& holds) {
   index_t low = 0, size = count;  // the answer lies in [low, low + size]
@@ -58,8 +58,8 @@ __device__ __forceinline__ index_t first_where_in_warp(index_t count, int lane, 
 }
 
 /// Writes the inclusive prefix sums of `units_of(row)` to `ends [rows]` in shared memory. All threads of a block call
-/// it; it ends with a barrier. Every block does it for itself: lengths change from launch to launch of a graph, and the
-/// host does not know them.
+/// it; it ends with a barrier. Every block computes them for itself, because lengths change from launch to launch of a
+/// graph and the host does not know them.
 template <int Threads, class UnitsOf>
 __device__ void scan_units(index_t rows, index_t* ends, block_scan<Threads, index_t>& scan, const UnitsOf& units_of) {
   const index_t share = (rows + Threads - 1) / Threads, first = (min)(index_t(threadIdx.x) * share, rows);
@@ -72,11 +72,11 @@ __device__ void scan_units(index_t rows, index_t* ends, block_scan<Threads, inde
   __syncthreads();
 }
 
-/// The row that holds `unit`: the number of rows that end at or before it. By one thread.
+/// The row that holds `unit`: the number of rows that end at or before it. One thread calls it.
 __device__ inline index_t row_of_unit(const index_t* ends, index_t rows, index_t unit) {
   return first_where(rows, [&](index_t row) { return ends[row] > unit; });
 }
-/// The same by one warp, for up to 1,024 rows: two loads a lane.
+/// The same by one warp, for up to 1,024 rows, with two loads per lane.
 __device__ inline index_t row_of_unit_in_warp(const index_t* ends, index_t rows, index_t unit, index_t lane) {
   const index_t each = (rows + 31) / 32;
   const bool group_before = (lane + 1) * each <= rows && ends[(lane + 1) * each - 1] <= unit;
@@ -87,8 +87,8 @@ __device__ inline index_t row_of_unit_in_warp(const index_t* ends, index_t rows,
 
 inline constexpr index_t max_pieces = 1024;  // so that products of two piece numbers stay below 2^20
 
-/// `units` cut into `count` pieces. Piece i begins at floor(i * units / count). So pieces end where rows do when rows
-/// are equal and their number divides `count`.
+/// `units` cut into `count` pieces. Piece i begins at floor(i * units / count). If rows are equal and their number
+/// divides `count`, each row ends where a piece ends.
 struct even_pieces {
   index_t units, count, size, rest;
 

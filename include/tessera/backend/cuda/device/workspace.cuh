@@ -8,9 +8,9 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Cuts a workspace into arrays, one behind the other, each on 256 bytes as cudaMalloc's are. An operation derives a
-/// struct whose members are its arrays, in their order: each has its name and its size in one line. Without memory they
-/// are counted, and `bytes` is what the operation asks for.
+/// Cuts a workspace into consecutive arrays, each aligned to 256 bytes like cudaMalloc's memory. An operation derives a
+/// struct whose members are its arrays, in order; one line gives an array's name and its size. Without memory, the
+/// sizes are only added up, and `bytes` is how much memory the operation needs.
 class workspace_cut {
  public:
   explicit workspace_cut(void* memory) : memory_(static_cast<unsigned char*>(memory)) {}
@@ -19,7 +19,7 @@ class workspace_cut {
   T* array(std::size_t count) {
     return static_cast<T*>(block(count * sizeof(T)));
   }
-  /// Memory of another operation.
+  /// Memory of another operation, as one block.
   void* block(std::size_t bytes) {
     const std::size_t begin = (bytes_ + 255) / 256 * 256;
     bytes_ = begin + bytes;

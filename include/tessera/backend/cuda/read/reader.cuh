@@ -1,4 +1,5 @@
-// Readers: the index that a second stage has beside the tokens, and how it chooses by it what a step reads.
+// Readers: the index that a second stage keeps beside the tokens, and how it uses the index to choose what a step
+// reads.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +42,7 @@ index_t max_indexed(const Recipe& recipe, const cache_options& options) {
                 [&](const stage_plan& plan) { most = (std::max)({most, plan.capacity, plan.retained, plan.read}); });
   return most;
 }
-/// Tokens of a head that an index has room for. Where tokens are dropped, it is twice what plans keep: a longer answer
+/// Tokens of a head that an index has room for. If tokens are dropped, this is twice what plans keep; a longer answer
 /// needs `index_tokens`.
 template <class Recipe>
 index_t index_tokens(const Recipe& recipe, const cache_options& options) {

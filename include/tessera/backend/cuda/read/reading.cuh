@@ -1,4 +1,5 @@
-// What decode steps read on the device: everything or a filter's candidates, and of those all or what a reader chooses.
+// What decode steps read on the device: everything or a filter's candidates, and of these either all or a reader's
+// choice.
 #pragma once
 
 #include <type_traits>

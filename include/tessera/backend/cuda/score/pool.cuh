@@ -22,9 +22,9 @@ struct finished_rows {
   __device__ float* row(index_t r) const { return data + offset_t(r) * capacity; }
 };
 
-/// Outputs of a tile and the neighbours on both sides are staged once. Maxima grow by doubling: a window of any odd
-/// width is two overlapping windows whose width is a power of two, so the cost is log2(kernel) and not kernel.
-/// Means are summed in slot order, as on the host: a running sum would make a score depend on every earlier one.
+/// Outputs of a tile and the neighbours on both sides are staged once. Maxima grow by doubling: a window of odd width
+/// is two overlapping windows whose width is a power of two, so the cost grows with log2(kernel), not with kernel.
+/// Means are summed in slot order, as on the host: with a running sum, a score would depend on every earlier one.
 template <pooling How>
 __global__ void __launch_bounds__(pool_threads)
     pool_entry(const __grid_constant__ score_rows in, const __grid_constant__ finished_rows out, index_t kernel) {
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// A scorer's last pass over the candidates of every row. It does nothing for a scorer without one.
+/// A scorer's last pass over the candidates of every row. For a scorer without such a pass it does nothing.
 ///
 /// Same bits as max_pool and average_pool on the host. A NaN ranks last and does not affect its neighbours.
 /// Shapes   out [rows, capacity], not the memory of `in`; slots of the protected tail are not written.
@@ -104,7 +104,7 @@ class finish_scores {
   static_assert(check_device_scorer<Scorer>());
 
  public:
-  /// Whether there is anything to do; else `out` is not used.
+  /// Whether there is anything to do. If not, `out` is not used.
   static constexpr bool changes = pooling_scorer<Scorer> || slot_finishing_scorer<Scorer>;
 
   finish_scores(index_t sequences, index_t kv_heads, index_t capacity, const device_info& device)

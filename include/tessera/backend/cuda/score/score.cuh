@@ -19,18 +19,19 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Scores every stored token by scorer.weigh(logit, lse) of the query rows and the heads of their group: by the sum, or
-/// by the largest. For a mean over rows the caller divides; for the newest query alone the caller passes only that.
+/// Scores every stored token by scorer.weigh(logit, lse) over the query rows and the heads of their group: by the sum,
+/// or by the maximum. For a mean over rows the caller divides; to score by the newest query alone, the caller passes
+/// only that query.
 ///
-/// `workspace_bytes` once, then `run` any number of times: no allocation, no synchronisation, no length on the host, so
-/// a captured graph can be replayed while lengths grow. Equal to cpu::row_log_sum_exp and cpu::accumulate_scores to
-/// rounding; repeated calls give the same bits, and for a scorer that observes every query so do chunks of queries.
-/// A logit that is not a number, or +infinity, is left out of its row's log-sum-exp and ranks its own token last.
+/// Call `workspace_bytes` once, then `run` any number of times. `run` neither allocates nor synchronises, and the host
+/// needs no length, so a captured graph can be replayed while lengths grow. Results equal cpu::row_log_sum_exp and
+/// cpu::accumulate_scores to rounding. Repeated calls give the same bits; for a scorer that observes every query, so do
+/// chunks of queries. A logit that is NaN or +infinity is left out of its row's log-sum-exp and ranks its own token
+/// last.
 /// Shapes   as score_problem says; lengths at most `capacity`, n_q at most `queries`.
 /// Errors   shapes that the kernels cannot take: tessera::error before anything is launched.
 /// Cost     K is read twice, or once where the engine gives the rows' log-sum-exps. The first pass then covers only
-/// heads
-///          that have a row without one, and is not launched where the caller says that all are given. 2 * rows *
+///          heads that have a row without one, and is not launched if the caller says that all are given. 2 * rows *
 ///          tokens * k_dim multiply-adds each time on the tensor cores.
 template <class View, attentive_scorer Scorer>
 class attentive_score {
@@ -55,8 +56,8 @@ class attentive_score {
     query_rows_ = queries * (q_heads / kv_heads);
     require(offset_t(rows_) * query_rows_ <= offset_t(1) << 31, "query rows", offset_t(rows_) * query_rows_,
             "at most 2^31", "observe the prompt in smaller chunks");
-    // Scorers of every query must not depend on how the prompt was cut, so neither split nor kernel may. Their calls
-    // have rows enough to fill the machine, and small splits would cost memory.
+    // For scorers of every query, the result must not depend on how the prompt was cut, so neither may the split nor
+    // the kernel. Their calls have enough rows to fill the machine, and small splits would cost memory.
     split_ = in_order ? 2048 : 256;
     shape_.query_rows = query_rows_;
     shape_.capacity = capacity;
@@ -87,7 +88,7 @@ class attentive_score {
     require_rows_on_16_bytes("q", p.q);
     watch_order(p.view, stream);
     const memory arrays(*this, workspace);
-    // A call with fewer queries than the workspace has room for lays out rows by its own count.
+    // If a call has fewer queries than the workspace has room for, rows are laid out by the call's own count.
     const index_t query_rows = p.q.tokens * (q_heads_ / kv_heads_), rows = p.view.sequences * kv_heads_;
     const bool merges = query_rows > 0 && !p.lse_complete;
     if (merges) {
@@ -104,7 +105,8 @@ class attentive_score {
     detail::sum_shape shape = shape_;
     shape.lse = p.lse_complete ? nullptr : arrays.lse;
     shape.query_rows = query_rows;
-    // It begins early and may read keys: the launch that wrote them has ended before the merge lets it begin.
+    // The second pass begins early and may read keys: the launch that wrote them has ended before the merge lets it
+    // begin.
     sum_entry_.launch({.blocks = unsigned(blocks_for(rows, sum_blocks_)),
                        .threads = unsigned(sum_threads_),
                        .shared_bytes = sum_shared_,
@@ -113,7 +115,7 @@ class attentive_score {
   }
 
  private:
-  /// Calls `call` with the first pass's kernel for this many query rows: 16, 64 or 128 a block.
+  /// Calls `call` with the first pass's kernel for this many query rows: 16, 64 or 128 per block.
   template <class Call>
   void with_lse_kernel(const Call& call) const {
     if constexpr (!in_order) {
@@ -133,11 +135,11 @@ class attentive_score {
     lse_blocks_ = resident(lse_entry_, lse_threads_, lse_shared_, device);
   }
 
-  /// Which kernels score: those with products of four warps, where the program has them for this device and the query
-  /// rows fill more than a quarter of them and are not more than they hold. 64 rows of 8 heads,
-  /// 131,072 tokens: 149 us against 210 (H200, CUDA 13.0). Lost to them: both passes in one launch that meets all
-  /// blocks head by head and keeps three quarters of the keys in shared memory reads K once, 281 MB, and takes 214 us:
-  /// blocks wait 18 us a head for each other, for queries and for sums.
+  /// Which kernels score. Those with products of four warps are used if the code has them for this device and the query
+  /// rows fit and fill more than a quarter of them. 64 rows of 8 heads, 131,072 tokens: 149 us against 210 (H200, CUDA
+  /// 13.0). Slower: both passes in one launch, in which all blocks synchronise head by head and keep three quarters of
+  /// the keys in shared memory. It reads K once, 281 MB, and takes 214 us: for each head, blocks wait 18 us for each
+  /// other, for queries and for sums.
   static constexpr bool may_be_wide = !in_order && fits_wide_products<View::k_dim>;
   bool fits_wide(const device_info& device) const {
     if constexpr (!may_be_wide) {
@@ -163,8 +165,8 @@ class attentive_score {
       overlaps_ = sum_entry_.overlaps();
     }
   }
-  /// How many blocks to launch. A block that continues with another row waits for its queries and keys, as long as for
-  /// about two units. So where it costs no more, rows of equal length end with a block.
+  /// How many blocks to launch. A block that continues with another row waits for that row's queries and keys, about as
+  /// long as two units take. So if it costs no more, rows of equal length end with a block.
   int blocks_for(index_t rows, int most) const {
     if (!wide_ || rows < 1 || rows > most) return most;
     const int aligned = int(rows) * (most / int(rows));
@@ -178,14 +180,14 @@ class attentive_score {
     const std::size_t limit = sum_entry_.shared_limit(device);
     const auto fits = [&] { return sums::shared_bytes(shape_, rows_) <= limit; };
     shape_.chunks = int(chunks * sums::chunk_rows <= 256 ? chunks : 2);
-    shape_.stages = query_rows_ <= 64 ? 2 : 1;  // few rows: bound by memory
+    shape_.stages = query_rows_ <= 64 ? 2 : 1;  // few rows: limited by memory
     if (!fits()) shape_.stages = 1;
     if (!fits()) shape_.chunks = (std::min)(shape_.chunks, 2);
     sum_shared_ = sums::shared_bytes(shape_, rows_);
     sum_blocks_ = resident(sum_entry_, sums::threads, sum_shared_, device);
   }
 
-  /// Blocks that the device runs at once; raises the kernel's shared memory limit.
+  /// Blocks that the device runs at a time. It also raises the kernel's shared memory limit.
   template <class Kernel>
   static int resident(const Kernel& entry, int threads, std::size_t shared, const device_info& device) {
     entry.require_shared(shared, device, "scoring", "split the batch");
@@ -209,7 +211,7 @@ class attentive_score {
   std::size_t lse_shared_ = 0, sum_shared_ = 0;
   index_t lse_rows_held_ = 1;
   bool wide_ = false;
-  bool overlaps_ = false;  // the merge with the first pass, the second with the merge
+  bool overlaps_ = false;  // the merge overlaps the first pass, and the second pass overlaps the merge
   int lse_threads_ = 128, sum_threads_ = sums::threads, lse_blocks_ = 1, sum_blocks_ = 1;
   detail::sum_shape shape_{};
 };
@@ -232,7 +234,7 @@ struct score_where<View, Scorer, true> {
 
 }  // namespace detail
 
-/// attentive_score where it is needed: other scorers have no `weigh`.
+/// attentive_score if it is needed: other scorers have no `weigh`.
 template <class View, class Scorer, bool Needed>
 using attentive_score_where = typename detail::score_where<View, Scorer, Needed>::type;
 
@@ -253,8 +255,9 @@ __global__ void __launch_bounds__(Threads) divide_rows_entry(const __grid_consta
 
 }  // namespace detail
 
-/// Divides the scores of a call by the number of query rows that it added up: those of a token's group, for every query
-/// that counts. `capacity`: an upper bound of a row's tokens.   Cost  one read and write of the scores.
+/// Divides the scores of a call by the number of query rows that were added up: those of a token's group, for every
+/// query that counts. `capacity`: an upper bound of a row's tokens.
+/// Cost     one read and write of the scores.
 template <class View>
 void divide_rows(const score_problem<View>& problem, index_t capacity, cudaStream_t stream) {
   const dim3 grid{unsigned(std::clamp(ceil_div(capacity, 2048), 1, 64)),

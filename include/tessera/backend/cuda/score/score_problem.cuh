@@ -11,7 +11,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Query rows, stored keys and where their scores go. Every pointer is a device pointer; lengths are read on the
+/// Query rows, stored keys, and the memory of their scores. Every pointer is a device pointer; lengths are read on the
 /// device.
 template <class View>
 struct score_problem {
@@ -26,8 +26,8 @@ struct score_problem {
   float* scores = nullptr;     ///< row = sequence * kv_heads + head, one float per slot
   const offset_t* offsets = nullptr;  ///< [rows], where a row's scores begin; null: row * row_stride
   offset_t row_stride = 0;
-  /// `lse` has the log-sum-exp of every row. Each is used as given, and the launches that compute missing ones are left
-  /// out.
+  /// `lse` has the log-sum-exp of every row. Each is used as given, and the launches that compute missing ones are
+  /// omitted.
   bool lse_complete = false;
   bool accumulate = false;  ///< adds to the scores instead of overwriting them
 
@@ -40,7 +40,8 @@ struct score_problem {
 
 namespace detail {
 
-/// The (sequence, kv_head) rows of a batch laid end to end and cut into units. Each block works on an even run of them.
+/// The (sequence, kv_head) rows of a batch, laid end to end and cut into units. Each block works on an equally long
+/// run.
 struct work_line {
   const index_t* ends;  // shared memory, [rows]: inclusive prefix sum of units
   index_t first_row, begin, end;
@@ -89,8 +90,8 @@ struct scored_head {
   }
 };
 
-/// Whether the engine gives the log-sum-exps of `Rows` rows from the first on. All threads of a block call it, at least
-/// `Rows` of them.
+/// Whether the engine gives the log-sum-exps of the `Rows` rows from the first on. All threads of a block call it, and
+/// there are at least `Rows` of them.
 template <int Rows, class View>
 __device__ bool all_rows_given(const score_problem<View>& p, const scored_head& at, index_t first_query) {
   if (!p.lse.data) return false;
@@ -99,7 +100,7 @@ __device__ bool all_rows_given(const score_problem<View>& p, const scored_head& 
   return !__syncthreads_or(held && !(at.given_lse(p, query) < infinity));
 }
 
-/// The positions at the ends of a run of tokens. Positions ascend, so the ends tell what queries at [oldest, newest]
+/// The positions at the ends of a run of tokens. Positions ascend, so the ends decide what queries at [oldest, newest]
 /// see.
 struct token_span {
   index_t first, last;
@@ -138,8 +139,8 @@ __device__ uint4 decoded_chunk(const Stored* from, float scale) {
   return make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
-/// A warp copies `Tokens` keys from slot `first` on, chunk by chunk to the address `address_of(token, chunk)`; zeros
-/// beyond the end. Raw rows are copied without waiting. Encoded rows pass through registers and are visible after the
+/// A warp copies `Tokens` keys from slot `first` on, chunk by chunk, to the address `address_of(token, chunk)`; zeros
+/// after the end. Raw rows are copied asynchronously. Encoded rows pass through registers and are visible after the
 /// warp's next barrier.
 template <int Tokens, class View, class AddressOf>
 __device__ __forceinline__ void stage_keys_at(const View& view, const scored_head& at, index_t first,

@@ -1,4 +1,4 @@
-// The scores of a batch on the device, as pooling, budgets and selectors read them.
+// The scores of a batch on the device, in the form that pooling, budgets and selectors read.
 #pragma once
 
 #include "../../../core/prompt/prompt_reach.hpp"
@@ -25,11 +25,11 @@ struct score_rows {
   const index_t* lengths = nullptr;  ///< as kv_view has them
   batch_strides length_strides{};
   index_t tail = 0;
-  const index_t* tails = nullptr;    ///< [sequences], instead of `tail` where turns differ; null: one for all
-  const index_t* budgets = nullptr;  ///< [sequences], instead of the budget's tokens where plans differ; null: the same
-  const index_t* settled = nullptr;  ///< [rows], first slots of each that stay and do not compete; null: none
-  const index_t* earlier = nullptr;  ///< [rows], those of them from earlier turns; goes with `settled`
-  const prompt_reach* reach = nullptr;  ///< [sequences]; goes with `settled`
+  const index_t* tails = nullptr;    ///< [sequences], instead of `tail` if turns differ; null: one for all
+  const index_t* budgets = nullptr;  ///< [sequences], instead of the budget's tokens if plans differ; null: the same
+  const index_t* settled = nullptr;  ///< [rows], a row's first slots that are kept and do not compete; null: none
+  const index_t* earlier = nullptr;  ///< [rows], how many of those are from earlier turns; given with `settled`
+  const prompt_reach* reach = nullptr;  ///< [sequences]; given with `settled`
 
   TESSERA_HD offset_t begin(index_t row) const { return offsets ? offsets[row] : row * row_stride; }
   TESSERA_HD index_t tokens(index_t sequence, index_t head) const {
@@ -55,7 +55,7 @@ struct score_rows {
 
 namespace detail {
 
-/// How many slots of a head lie before a position, by one warp. Each probe leaves a 32nd of the range.
+/// How many slots of a head lie before a position, by one warp. Each probe narrows the range to a 32nd.
 template <class View>
 __device__ index_t slots_before(const View& view, index_t sequence, index_t head, index_t position, int lane) {
   index_t first = 0, last = view.length(sequence, head);  // the answer lies between them
@@ -73,7 +73,7 @@ __device__ index_t slots_before(const View& view, index_t sequence, index_t head
 
 inline constexpr int settled_threads = 128;
 
-/// A warp has a row.
+/// One warp per row.
 template <class View>
 __global__ void __launch_bounds__(settled_threads)
     find_settled_entry(const __grid_constant__ View view, index_t heads, const prompt_reach* reach, index_t* settled,
@@ -92,9 +92,11 @@ __global__ void __launch_bounds__(settled_threads)
 
 }  // namespace detail
 
-/// Counts the first slots of every row that earlier choices have settled, and those of them from earlier turns: by
-/// position, as the CPU does. `heads`: rows of a sequence, kv_heads or 1 where they have the same slots.
-/// Shapes   reach [sequences], settled, earlier [sequences * heads], all on the device.   Cost  one small launch.
+/// Counts the first slots of every row that earlier choices have settled, and how many of those are from earlier turns.
+/// It counts by position, as the CPU does. `heads`: rows of a sequence; kv_heads, or 1 if all heads have the same
+/// slots.
+/// Shapes   reach [sequences], settled, earlier [sequences * heads], all on the device.
+/// Cost     one small launch.
 template <class View>
 void find_settled(const View& view, index_t heads, const prompt_reach* reach, index_t* settled, index_t* earlier,
                   cudaStream_t stream) {

@@ -1,4 +1,4 @@
-// Scores without queries, on the GPU: by position, by contents, or beside the tokens behind.
+// Scores without queries, on the GPU: by position, by contents, or relative to later tokens.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +42,7 @@ void score_positions(const View& view, const index_t* next_position, const Score
 
 namespace detail {
 
-/// Used where a scorer needs queries, or nothing is weighed.
+/// Used if a scorer needs queries, or if there is nothing to score.
 struct no_stored_score {
   no_stored_score(index_t, index_t) {}
   std::size_t workspace_bytes() const { return 0; }
@@ -115,9 +115,9 @@ __global__ void __launch_bounds__(Threads) multiply_entry(const __grid_constant_
 
 }  // namespace detail
 
-/// Multiplies the scores of all stored slots by the factors that the scorer's factor has found.
-/// Shapes   factors, scores [sequences * kv_heads, row_stride], at most `row_stride` tokens a row.   Cost  one pass
-///          over both.
+/// Multiplies the scores of all stored slots by the factors that the scorer's factor computed.
+/// Shapes   factors, scores [sequences * kv_heads, row_stride], at most `row_stride` tokens a row.
+/// Cost     one pass over both.
 template <class View, multiplied_scorer Scorer>
 void multiply_scores(const View& view, const Scorer& scorer, const float* factors, float* scores, index_t row_stride,
                      cudaStream_t stream) {

@@ -18,15 +18,15 @@ namespace cuda {
 
 /// Decode attention of 1 to 8 tokens a sequence over all stored tokens or a selection.
 ///
-/// `workspace_bytes` and `prepare` once, then `run` any number of times on one stream: no allocation, no
-/// synchronisation, no length on the host, so a captured graph can be replayed while lengths grow. `sequences` and
-/// `tokens` are upper bounds: a problem may have fewer of both. From sm_90 on, a launch begins while the previous one
-/// on the stream ends, and waits for it before it reads or writes anything.
-/// Where `usual_row` or the selection's `row_stride` says that rows are short, a cluster of blocks reads each (sm_90).
-/// Rows of K and V may be encoded. e4m3 is read as it is and multiplied as fp16, which holds it exactly. Any other
-/// encoding is decoded to the element type on its way to shared memory.
-/// Errors   tessera::error from `run` for more sequences or tokens than that, other head counts, and rows of q, K or V
-///          that do not begin on 16 bytes or whose elements are not side by side.
+/// Call `workspace_bytes` and `prepare` once, then `run` any number of times on one stream. `run` neither allocates nor
+/// synchronises, and the host needs no length, so a captured graph can be replayed while lengths grow. `sequences` and
+/// `tokens` are upper bounds: a problem may have fewer of both. From sm_90 on, a launch begins while the previous
+/// launch on the stream is ending. It waits for that launch to end before it reads or writes anything.
+/// If `usual_row` or the selection's `row_stride` says that rows are short, a cluster of blocks reads each row (sm_90).
+/// Rows of K and V may be encoded. e4m3 is read as stored and multiplied as fp16, which represents it exactly. Any
+/// other encoding is decoded to the element type on its way to shared memory.
+/// Errors   tessera::error from `run` for more sequences or tokens than the constructor was given, for other head
+///          counts, and for rows of q, K or V that do not begin on 16 bytes or whose elements are not contiguous.
 template <class View, class Out = float, decode_split Split = decode_split::each_step>
 class decode_attention {
   static_assert(sizeof(typename View::element_type) == 2,
@@ -59,7 +59,7 @@ class decode_attention {
 
   std::size_t workspace_bytes() const { return memory(*this, nullptr).bytes(); }
 
-  /// Clears the counters; once per workspace.
+  /// Clears the counters. Call it once per workspace.
   void prepare(void* workspace, cudaStream_t stream) const {
     check(cudaMemsetAsync(workspace, 0, memory(*this, nullptr).cleared, stream), "cudaMemsetAsync");
   }
@@ -86,9 +86,9 @@ class decode_attention {
                   stream, "launch of decode attention", problem, scratch);
   }
 
-  /// Splits the rows among the blocks by the problem's present lengths; one small launch. Later runs with this
-  /// workspace use the split whatever their lengths. Call it when a prompt has ended, or when sequences were added or
-  /// removed. While answers grow, no call is needed.
+  /// Splits the rows among the blocks by the problem's present lengths, in one small launch. Later runs with this
+  /// workspace use the split whatever their lengths. Call it when a prompt has ended, and when sequences were added or
+  /// removed. It need not be called while answers grow.
   void split(const problem_type& problem, void* workspace, cudaStream_t stream) const
       requires(Split == decode_split::ahead) {
     check_problem(problem);
@@ -97,7 +97,8 @@ class decode_attention {
            "launch of the split of decode attention", problem, memory(*this, workspace).pieces, blocks_);
   }
 
-  /// `run` over one of several parts of the stored tokens. Sink logits are left to `merge_parts`, which needs the lse.
+  /// `run` over one of several parts of the stored tokens. It ignores sink logits: `merge_parts` adds them, and needs
+  /// the lse.
   void run_part(problem_type problem, void* workspace, cudaStream_t stream) const {
     static_assert(std::is_same_v<Out, float>, "tessera: a part of decode attention is written in fp32");
     require(problem.lse.data != nullptr, "lse of a part", "null", "device memory", "merge_parts weighs parts by it");

@@ -1,4 +1,4 @@
-// Values of tiles in shared memory, for all attention kernels: encoded rows on their way there, and values that are not
+// Values of tiles in shared memory, for all attention kernels: decoding of encoded rows, and values that are not
 // finite.
 #pragma once
 
@@ -8,8 +8,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Eight stored elements times their row's scale, as 16 bytes at the shared address `to`; zeros where not valid. An
-/// ordinary store: others see it after the next barrier.
+/// Eight stored elements times their row's scale, as 16 bytes at the shared address `to`; zeros if not valid. This is
+/// an ordinary store: other threads see it after the next barrier.
 template <class T, class Stored>
 __device__ __forceinline__ void store_decoded(std::uint32_t to, const Stored* from, bool valid, float scale) {
   std::uint32_t pairs[4] = {};
@@ -34,8 +34,8 @@ struct special_values {
   static constexpr std::uint32_t infinite = std::is_same_v<T, bf16> ? 0x7f80u : 0x7c00u;
   static constexpr std::uint32_t bits_of_one = std::is_same_v<T, bf16> ? 0x3f80u : 0x3c00u;
 
-  /// Of two packed elements, those of that kind: finite ones as they are, others as 1. Elements of other kinds become
-  /// 0.
+  /// Of two packed elements, keeps those of kind `kind`: finite ones as they are, others as 1. Elements of other kinds
+  /// become 0.
   __device__ static std::uint32_t only(std::uint32_t two, value_kind kind) {
     std::uint32_t kept = 0;
 #pragma unroll
@@ -52,7 +52,7 @@ struct special_values {
 
   /// Not 0 if one of eight packed elements is not finite.
   __device__ static std::uint32_t found(const uint4& eight) {
-    constexpr std::uint32_t lack = 0x8000u - infinite;  // what an infinite exponent lacks to reach the sign bit
+    constexpr std::uint32_t lack = 0x8000u - infinite;  // added to an infinite exponent, this sets the sign bit
     constexpr std::uint32_t pair = lack << 16 | lack;
     return (((eight.x & 0x7fff7fffu) + pair) | ((eight.y & 0x7fff7fffu) + pair) | ((eight.z & 0x7fff7fffu) + pair) |
             ((eight.w & 0x7fff7fffu) + pair)) &
@@ -70,10 +70,10 @@ struct special_values {
   }
 };
 
-/// As a product of weights and values, but a weight of 0 adds nothing even where the value is not finite.
-/// `weights[m][k]` is row tile m's fragment of tokens [16 k, 16 k + 16); `fragment(k, pair, b)` gives two value
-/// fragments of the same tokens, b[0] and b[1] of eight columns, b[2] and b[3] of eight more, which `out[m][2 pair]`
-/// and `out[m][2 pair + 1]` accumulate. Rare, so slow and small.
+/// A product of weights and values in which a weight of 0 adds nothing even where the value is not finite.
+/// `weights[m][k]` is row tile m's fragment of tokens [16 k, 16 k + 16). `fragment(k, pair, b)` gives two value
+/// fragments of the same tokens: b[0] and b[1] of eight columns, b[2] and b[3] of eight more. `out[m][2 pair]` and
+/// `out[m][2 pair + 1]` accumulate them. It rarely runs, so it is written to be small, not fast.
 template <class T, int RowTiles, int Depth, int Columns, class Fragment>
 __device__ void multiply_visible_values(const std::uint32_t (&weights)[RowTiles][Depth][4], const Fragment& fragment,
                                         float (&out)[RowTiles][Columns][4]) {
@@ -103,7 +103,7 @@ __device__ void multiply_visible_values(const std::uint32_t (&weights)[RowTiles]
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
           const float x = sum[m][j / 4][j % 4];
-          // A NaN weight makes x NaN: it must show.
+          // A NaN weight makes x NaN, and the output must show it.
           out[m][pair * 2 + j / 4][j % 4] += kind == value_kind::finite || !(x > 0) ? x : special;
         }
       }
@@ -111,7 +111,7 @@ __device__ void multiply_visible_values(const std::uint32_t (&weights)[RowTiles]
   }
 }
 
-/// The same for one row tile, on arrays in memory: code that hardly ever runs takes no room among what always does.
+/// The same for one row tile, on arrays in memory, so that rarely run code takes no registers from the common path.
 template <class T, int Depth, int Columns, class Fragment>
 __device__ __noinline__ void multiply_visible_values_aside(const std::uint32_t (*weights)[4], const Fragment fragment,
                                                            float (*out)[4]) {

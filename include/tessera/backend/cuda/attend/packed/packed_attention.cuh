@@ -12,21 +12,22 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// Merges parts of attention over packed rows to outputs: each segment's sum is rotated back once, then all are added.
+// Merges parts of attention over packed rows to outputs. Each segment's sum is rotated back once, then all sums are
+// added.
 
 namespace detail {
 
 inline constexpr int merging_groups = 8, merging_threads = 1024, merging_warps = merging_threads / 32;
 inline constexpr int merged_columns = 32, merged_rows = 8, warps_of_group = merging_warps / merging_groups;
 
-/// Memory of a block, in words: sums in segments' bases, one for every group of warps; the warps' shares of the output;
-/// rows' factors; the columns of as many segments' bases as there are groups; weights of parts, and the number of each
-/// one's segment; where each segment's parts begin and end.
+/// A block's shared memory, in words: sums in segments' bases, one per group of warps; the warps' shares of the output;
+/// the rows' factors; columns of one segment's basis per group; weights of parts and the segment number of each; where
+/// each segment's parts begin and end.
 template <int Dv>
 struct merge_memory {
   static constexpr int sums = 0, shares = merging_groups * merged_rows * Dv;
   static constexpr int factors = shares + merging_warps * merged_rows * merged_columns, bases = factors + merged_rows;
-  static constexpr bool holds_bases = Dv <= 128;                       // a block has no room for longer ones
+  static constexpr bool holds_bases = Dv <= 128;                       // longer bases do not fit into a block's memory
   static constexpr int basis = holds_bases ? Dv * merged_columns : 0;  // of one segment
   int weights, segments, runs, words;
   TESSERA_HD merge_memory(index_t parts, index_t max_segments)
@@ -36,8 +37,8 @@ struct merge_memory {
         words(runs + 2 * (int(max_segments) + 1)) {}
 };
 
-/// A thread block notes the segment of every part, whole rows behind the `whole_rows` segments that exist, and where
-/// the parts of each of them begin and end. Ends with what was written in sight of the block.
+/// A thread block writes down the segment of every part and where the parts of each segment begin and end. Whole rows
+/// count as segment `whole_rows`, behind the segments that exist. At the end the block sees all that was written.
 /// Shapes   part_segments [parts.parts], segments [parts.parts], runs [whole_rows + 1, 2].
 __device__ __forceinline__ void find_part_runs(const packed_parts& parts, const index_t* part_segments,
                                                index_t max_segments, index_t whole_rows, index_t* segments,
@@ -58,12 +59,12 @@ __device__ __forceinline__ void find_part_runs(const packed_parts& parts, const 
   }
 }
 
-/// A row's softmax over all of its parts: the largest logit and the sum beside it.
+/// A row's softmax over all of its parts: the largest logit, and the sum relative to it.
 struct merged_state {
   float top, sum;
 };
-/// A warp weighs the parts of one row. Part i's state is the two numbers from states + i * stride on; its weight goes
-/// to weights[i * merged_rows].
+/// A warp weighs the parts of one row. The state of part i is the two numbers from states + i * stride on. Its weight
+/// goes to weights[i * merged_rows].
 __device__ __forceinline__ merged_state weigh_parts(const float* states, offset_t stride, const index_t* segments,
                                                     index_t count, float* weights) {
   const int lane = int(threadIdx.x) % 32;
@@ -87,9 +88,9 @@ __device__ __forceinline__ merged_state weigh_parts(const float* states, offset_
   return {top, warp_sum(sum)};
 }
 
-/// A block merges 8 query rows of one (sequence, kv_head), 32 columns of the output. One group of warps adds the parts
-/// of a segment, which lie together, in the segment's basis. Groups follow one another, so that the same input gives
-/// the same bits.
+/// A block merges 8 query rows of one (sequence, kv_head), 32 columns of the output. One group of warps adds a
+/// segment's parts, which are contiguous, in the segment's basis. The groups add their results in a fixed order, so
+/// that the same input gives the same bits.
 template <class View, class Out>
 __global__ void __launch_bounds__(merging_threads)
     merge_packed_entry(const __grid_constant__ packed_problem<View, Out> p, packed_parts parts) {
@@ -109,8 +110,7 @@ __global__ void __launch_bounds__(merging_threads)
   const offset_t begin = offset_t(lane_row) * parts.parts * parts.rows;
   const int own_group = warp / warps_of_group, own_warp = warp % warps_of_group;
   const float* directions = shared + memory.bases + own_group * memory.basis;
-  // Begins to copy the columns of a segment's basis, and returns how many channels it has; 0: values are in the
-  // engine's own.
+  // Begins to copy the columns of a segment's basis, and returns how many channels it has. 0: values are not rotated.
   const float* basis = nullptr;
   const auto fetch_basis = [&](index_t segment) {
     int channels = 0;
@@ -128,11 +128,11 @@ __global__ void __launch_bounds__(merging_threads)
     commit_copies();
     return channels;
   };
-  // Bases existed before the queries were rotated, so they are copied while attention ends.
+  // Bases existed before the queries were rotated, so they can be copied while attention ends.
   int turned = fetch_basis(own_group);
   wait_for_earlier();
   let_later_begin();
-  // The table may have room for hundreds of segments: whole rows come behind the existing ones.
+  // The table may have room for hundreds of segments, so whole rows come directly behind the existing ones.
   const index_t whole_rows = p.view.count(sequence);
   find_part_runs(parts, parts.segment + offset_t(lane_row) * parts.parts, max_segments, whole_rows, segments, runs);
   if (warp < count) {
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(merging_threads)
           const float weight = weights[one * merged_rows + r];
           const float4 x =
               *reinterpret_cast<const float4*>(parts.out + (begin + offset_t(one) * parts.rows + first + r) * Dv + c);
-          if (weight == 0) continue;  // nothing was seen: the memory is arbitrary
+          if (weight == 0) continue;  // nothing was visible: the memory is arbitrary
           sum.x += x.x * weight, sum.y += x.y * weight, sum.z += x.z * weight, sum.w += x.w * weight;
         }
         *reinterpret_cast<float4*>(acc + r * Dv + c) = sum;
@@ -208,14 +208,13 @@ __global__ void __launch_bounds__(merging_threads)
 
 /// Attends chosen units of packed rows, each segment in its own basis, and all whole rows.
 ///
-/// Keys are multiplied as they are stored, in fp32, 4 rows of queries at a time. Values are spread out in shared
+/// Keys are multiplied as they are stored, in fp32, with 4 rows of queries at a time. Values are unpacked in shared
 /// memory, 32 rows at a time, and multiplied by matrix instructions, for which weights are rounded to 16 bits. Packed
-/// elements of 16 bits are of the type that `Tile` names; fp8 and int4 become it exactly.
+/// 16-bit elements have the type that `Tile` names; fp8 and int4 convert to it exactly.
 /// It follows `rotate_queries` on the stream, directly or after launches that follow it.
 /// Errors   before the launch: more rows, segments or sequences than it was made for, rows not on 16 bytes.
-/// Limits   whole rows are raw. A NaN in a value reaches rows of the step that must not see its token, if other rows of
-/// the
-///          same 8 see it.
+/// Limits   whole rows are raw. A NaN in a value reaches rows of the step that must not see its token, if another of
+///          the same 8 rows sees it.
 /// Cost     two launches besides `rotate_queries`; chosen rows are read once for 8 query rows, bases once a step.
 ///          Recordable.
 template <class View, class Out, class Tile = typename View::element_type>
@@ -236,7 +235,7 @@ class attend_packed {
         max_segments_(max_segments) {
     const std::string segments = " over " + std::to_string(max_segments) + " segments";
     attend_entry_.require_shared(std::size_t(shape_.bytes), device, "packed attention" + segments);
-    // All blocks run at once: a second wave would take as long as the first.
+    // All blocks run at the same time: a second wave would take as long as the first.
     const int together = attend_entry_.resident_blocks(detail::packed_threads, std::size_t(shape_.bytes), device);
     splits_ = std::clamp<index_t>(together / (std::max)(1, lanes_), 1, 128);
     parts_ = splits_ + max_segments + 1;

@@ -11,8 +11,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A kernel of prefill attention over line_tiles. The list uses the shared memory that the blocks of a multiprocessor
-/// leave.
+/// A kernel of prefill attention over line_tiles. The list uses the shared memory that the resident blocks leave free.
 template <class Kernel, bool Hopper>
 struct line_kernel {
   using tiles = line_tiles<Kernel, Hopper ? 7168 : 2048>;
@@ -40,7 +39,7 @@ __global__ void __launch_bounds__(128)
   if (warp >= rows * p.q.heads) return;
   const index_t place = warp / rows, row = warp % rows;
   constexpr index_t block_rows = prefill_kernel<View, Out>::block_rows;
-  // In the order of line_tiles: head after head, the last rows of each first.
+  // In the order of line_tiles: head after head, and the last rows of each head first.
   prefill_kernel<View, Out>::merge(p, parts, place * blocks + blocks - 1 - row / block_rows, row % block_rows, 0, row,
                                    order ? order[place] : place, int(threadIdx.x % 32));
 }
@@ -53,8 +52,8 @@ __global__ void __launch_bounds__(128)
 /// Returns  as prefill_attention; a row that no line gives a key gives 0 and -infinity, unless it has a sink logit.
 /// Errors   as prefill_attention; tables of another size or without memory: tessera::error.
 /// Cost     as prefill_attention for the chunks of 32 slots that slash lines of any of 128 neighbouring rows meet, and
-///          for each vertical line; besides, each of those blocks looks once at the bits of every chunk that it sees.
-///          No length on the host.
+///          for each vertical line. In addition, each of those blocks examines once the bits of every chunk that it
+///          sees. The host needs no length.
 /// Same input, same bits.
 template <class View, class Out = float>
 class line_attention {
@@ -70,7 +69,7 @@ class line_attention {
 
   /// `workspace` as prefill_attention's. `columns` is scratch too: a row of K and of V for each vertical line of each
   /// query head, and two tiles. It may be null, or too small for all heads. The Hopper kernel fetches gathered rows
-  /// faster. The same size of memory gives the same bits; any size does where all values are finite.
+  /// faster. The same size of memory gives the same bits; if all values are finite, any size does.
   void run(const prefill_problem<View, Out>& problem, const line_tables& lines, void* workspace, cudaStream_t stream,
            const column_memory& columns = {}) const {
     const index_t blocks = detail::check_prefill(problem, 1, kv_heads_, q_heads_, 1, kernel::block_rows);

@@ -20,8 +20,8 @@ namespace cuda {
 
 namespace detail {
 
-/// Throws unless everything fits together. Returns how many blocks of `block_rows` query rows to launch; a block has
-/// the rows of `group` query heads.
+/// Throws unless the parts of the problem fit together. Returns how many blocks of `block_rows` query rows to launch; a
+/// block has the rows of `group` query heads.
 template <class View, class Out>
 index_t check_prefill(const prefill_problem<View, Out>& p, index_t sequences, index_t kv_heads, index_t q_heads,
                       index_t group, index_t block_rows) {
@@ -64,13 +64,13 @@ index_t check_prefill(const prefill_problem<View, Out>& p, index_t sequences, in
   return index_t(blocks);
 }
 
-/// Which kernel a program has depends on the architecture that it was compiled for: sm_90a has more instructions. The
-/// host reads the bound on a block's threads, in which the two kernels differ.
+/// Selects the kernel by the architecture that the code was compiled for: sm_90a has more instructions. The host reads
+/// the bound on a block's threads, in which the two kernels differ.
 template <class View, class Out, bool Hopper = compiled_for_hopper && fits_hopper_prefill<View>>
 using prefill_kernel_of = std::conditional_t<Hopper, prefill_hopper_kernel<View, Out>, prefill_kernel<View, Out>>;
 
-/// What the calls of prompts have in common: the kernel for Hopper or the one for all devices, with its size, and the
-/// workspace of splits, which is at most a part for every block that the device runs at once.
+/// What the prompt calls have in common: the kernel for Hopper or the one for all devices, with its size, and the
+/// workspace of splits. The workspace has at most one part for every block that the device runs at a time.
 template <class Common, class Hopper, class... Params>
 struct prefill_launch {
   device_kernel<Params...> entry;
@@ -90,8 +90,8 @@ struct prefill_launch {
 
   bool on_hopper() const { return threads != Common::threads; }
   std::size_t workspace_bytes() const { return std::size_t(resident) * Common::block_rows * (Common::Dv + 2) * 4; }
-  /// How `blocks` query blocks are cut: into parts, where there are too few of them and there is a workspace. Blocks
-  /// that process several items count there the items that were taken.
+  /// How `blocks` query blocks are cut: into parts if there are too few of them and there is a workspace. Blocks that
+  /// process several items count the items already taken there.
   prefill_parts cut(index_t blocks, void* workspace, cudaStream_t stream) const {
     constexpr index_t max_splits = 32;  // enough to fill a large device from eight blocks
     prefill_parts parts;
@@ -102,7 +102,7 @@ struct prefill_launch {
     parts.out = static_cast<float*>(workspace);
     parts.state = reinterpret_cast<float2*>(parts.out + std::size_t(resident) * Common::block_rows * Common::Dv);
     if (on_hopper() && parts.items > resident) {
-      parts.taken = static_cast<index_t*>(workspace);  // no item has parts
+      parts.taken = static_cast<index_t*>(workspace);  // items are not split
       check(cudaMemsetAsync(parts.taken, 0, sizeof(index_t), stream), "cudaMemsetAsync");
     }
     return parts;
@@ -150,9 +150,10 @@ __global__ void __launch_bounds__(128)
 /// Returns  output, and natural log-sum-exps of all tokens or of the newest ones. A row that sees nothing gives 0 and
 ///          -infinity, unless it has a sink logit.
 /// Errors   shapes, alignment and null pointers are checked before the launch.
-/// Cost     2 (k_dim + v_dim) flops for each query row and stored token of the tiles of 64 that its block sees; K and V
-///          are read once per 128 query rows (tokens times group). No length on the host. A chunk of too few rows to
-///          fill the device is split along its tokens and merged by a second launch, if there is a workspace.
+/// Cost     2 (k_dim + v_dim) flops for each query row and each stored token of the tiles of 64 that its block sees. K
+///          and V are read once per 128 query rows (tokens times group). The host needs no length. If a chunk has too
+///          few rows to fill the device and there is a workspace, it is split along its tokens and merged by a second
+///          launch.
 /// Same input, same bits. Without splits a row's bits do not depend on how the prompt is cut into chunks either.
 /// Paper    FlashAttention-2, arXiv:2307.08691. Differs: query heads of a group share a block; outputs are rescaled
 ///          only when the maximum has grown by more than 8 in base 2.
@@ -178,7 +179,7 @@ class prefill_attention {
   std::size_t workspace_bytes() const { return launch_.workspace_bytes(); }
 
   /// `workspace`, aligned to 16 bytes, is scratch. Null: there are no splits, and blocks of the Hopper kernel process
-  /// items in a fixed order, not as blocks become free. A chunk without tokens launches nothing.
+  /// items in a fixed order instead of taking them as they become free. A chunk without tokens launches nothing.
   void run(const prefill_problem<View, Out>& problem, void* workspace, cudaStream_t stream) const {
     const index_t blocks =
         detail::check_prefill(problem, sequences_, kv_heads_, q_heads_, q_heads_ / kv_heads_, kernel::block_rows);
@@ -196,7 +197,8 @@ class prefill_attention {
     check(cudaGetLastError(), "launch of prefill attention's merge");
   }
 
-  /// `run` over one of several parts of the stored tokens. Sink logits are left to `merge_parts`, which needs the lse.
+  /// `run` over one of several parts of the stored tokens. It ignores sink logits: `merge_parts` adds them, and needs
+  /// the lse.
   void run_part(prefill_problem<View, Out> problem, void* workspace, cudaStream_t stream) const {
     static_assert(std::is_same_v<Out, float>, "tessera: a part of prefill attention is written in fp32");
     require(problem.lse.data != nullptr, "lse of a part", "null", "device memory", "merge_parts weighs parts by it");

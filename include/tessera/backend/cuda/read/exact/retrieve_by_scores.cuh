@@ -1,4 +1,4 @@
-// The second stage by exact scores: what is stored is scored by a step's queries, and the best is chosen.
+// The second stage by exact scores: a step's queries score all stored tokens, and the best are chosen.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Scores every stored token by the step's queries and chooses the best. A step of several tokens reads its own.
-/// The choice lies in this object's memory until the next call.
+/// Scores every stored token by the step's queries and chooses the best. A step of several tokens also reads all of its
+/// own tokens. The choice lies in this object's memory until the next call.
 template <class Recipe, class View>
 class retrieve_by_scores {
   using T = typename View::element_type;
@@ -75,7 +75,7 @@ class retrieve_by_scores {
     select.scores = scores.scores;
     select.score_stride = scores.row_stride;
     select.n = {view.lengths};
-    // A plan's first member says how many tokens it reads; all rows of a sequence read it, a whole plan apart.
+    // A plan's first member is the number of tokens it reads. All rows of a sequence use it; plans lie one plan apart.
     select.keep = {&plans->read, 0, heads_, sizeof(read_plan) / sizeof(index_t)};
     select.tail = {nullptr, q.tokens > 1 ? q.tokens : 0};
     select.out = indices_.data();

@@ -21,9 +21,9 @@ template <class View>
 struct page_problem {
   using T = typename View::element_type;
   View view;                                  ///< what steps may read; lengths count the step's own tokens
-  const read_plan* plans = nullptr;           ///< [sequences], in the order of the view's
+  const read_plan* plans = nullptr;           ///< [sequences], in the view's order of sequences
   page_extrema_view<T, View::k_dim> index{};  ///< of the view
-  index_t unfolded = 0;                       ///< newest slots of every row that are not in the index yet
+  index_t unfolded = 0;                       ///< how many newest slots of every row are not in the index yet
   rows_view<const T> q;                       ///< [sequences, tokens, q_heads, k_dim]
   const index_t* first_position = nullptr;    ///< [sequences], position of the step's first token
   logit_rule rule;
@@ -44,7 +44,7 @@ struct slot_run {
 };
 
 /// The slots that a query at some position sees, by one warp. They are a run, because positions ascend. A probe of 32
-/// slots costs one trip to memory. Most runs end where the slots do; `last` is the position of slot n - 1.
+/// slots costs one access to memory. Most runs end at the last slot; `last` is the position of slot n - 1.
 template <class View>
 __device__ slot_run visible_run(const View& view, index_t sequence, index_t head, const logit_rule& rule, index_t n,
                                 index_t last, index_t query, int lane) {
@@ -68,8 +68,9 @@ __device__ inline read_plan load_plan(const read_plan* plan) {
 
 inline constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
 
-/// Folds slots [from, n) of one (sequence, kv_head) into those of their pages that lie in [first_page, end_page). A
-/// thread has a channel and folds its slots in order, so that the bits are the CPU's. A page of one slot is its key.
+/// Folds slots [from, n) of one (sequence, kv_head) into those of their pages that lie in [first_page, end_page). Each
+/// thread has a channel and folds its slots in order, so the bits equal the CPU's. A page of one slot is the slot's
+/// key.
 template <class View, class T, int D>
 __device__ __noinline__ void fold_slots(const View& view, index_t sequence, index_t head,
                                         const page_extrema_view<T, D>& index, const read_plan& plan, index_t from,
@@ -170,7 +171,8 @@ class index_pages {
 
   std::size_t workspace_bytes() const { return 0; }
 
-  /// Builds every page of every row. `pages`: how many a row usually has; more are built too.
+  /// Builds every page of every row. `pages`: the usual number of pages of a row; rows with more are built completely
+  /// too.
   void build(const View& view, const index_type& index, const read_plan* plans, index_t pages,
              cudaStream_t stream) const {
     check_call(view, index, plans);

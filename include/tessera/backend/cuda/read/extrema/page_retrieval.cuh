@@ -44,14 +44,14 @@ struct read_bounds {
 
 /// Chooses what a step reads, as cpu::choose_by_pages does with a tokens_or_pages selector.
 ///
-/// `workspace_bytes` once, then `run` any number of times: no allocation, no synchronisation, no length and no plan on
-/// the host, so a captured graph can be replayed while both change. Sequences of one launch may have any plans within
-/// the bounds. Repeated calls give the same bits. The choice is the CPU's, except for scores that differ by rounding
-/// alone. A step of several tokens reads its own tokens, and a plan's tail.
+/// Call `workspace_bytes` once, then `run` any number of times. `run` neither allocates nor synchronises, and the host
+/// needs neither lengths nor plans, so a captured graph can be replayed while both change. Sequences of one launch may
+/// have any plans within the bounds. Repeated calls give the same bits. The choice equals the CPU's, except for scores
+/// that differ by rounding alone. A step of several tokens reads its own tokens and the plan's tail.
 /// Shapes   as page_problem says; lengths at most `bounds.capacity`; a row of `out` holds `max_chosen()` slots.
 /// Errors   shapes that the kernels cannot take: tessera::error before anything is launched.
-/// Cost     one launch where clusters are there and a share of the usual pages fits into shared memory, else two. One
-///          value per page and chosen channel is read, two where Quest's heads differ in sign.
+/// Cost     one launch if the device has clusters and a share of the usual pages fits into shared memory, else two. One
+///          value per page and chosen channel is read, or two if the signs of Quest's heads differ.
 ///
 /// With an `Out`, `choose_and_attend` does a step's attention in the same launch where `attends()`.
 template <class View, paged_scorer Scorer, class Out = void>
@@ -66,8 +66,8 @@ class choose_pages {
  public:
   using problem_type = page_problem<View>;
 
-  /// `tokens`: an upper bound of a step's tokens. Only what no plan says counts of the scorer: how it takes sides and
-  /// scales.
+  /// `tokens`: an upper bound of a step's tokens. Of the scorer only what plans do not contain is used: how it chooses
+  /// sides and scales.
   choose_pages(const Scorer& scorer, selection_unit unit, const read_bounds& bounds, index_t sequences,
                index_t kv_heads, index_t q_heads, index_t tokens, const device_info& device)
       : scorer_(scorer),
@@ -82,8 +82,8 @@ class choose_pages {
     const index_t usual = usual_pages(), tiles = ceil_div(usual, index_t(detail::tile_pages));
     stride_ = ceil_div(bounds.max_pages(), index_t(detail::tile_pages)) * detail::tile_pages;
     key_stride_ = (bounds.max_pages() + detail::page_rows::max_cuts + 3) / 4 * 4;
-    // Few rows: a block a tile, for a short launch. Many rows: blocks that choose their channels once for several
-    // tiles.
+    // Few rows: one tile per block, for a short launch. Many rows: several tiles per block, so that a block chooses its
+    // channels once for all of them.
     tiles_each_ = std::clamp(tiles * rows_ / (device.multiprocessors * 5), 1, 8);
     tile_blocks_ = ceil_div(tiles, tiles_each_);
     logits_shared_ = detail::page_shared<T, D>::bytes(query_rows_);
@@ -199,22 +199,22 @@ class choose_pages {
     return true;
   }
 
-  /// Finds how many blocks share a row: as many as run for all rows at a time, or two where the usual pages of a row do
-  /// not fit into the memory of one block.
+  /// Finds how many blocks share a row: as many as can run for all rows at a time, or two if the usual pages of a row
+  /// do not fit into the memory of one block.
   void find_clusters(const device_info& device) {
     for (blocks_ = detail::max_cluster_blocks; blocks_ > 1 && !run_at_once(device);) blocks_ /= 2;
     const int max_blocks = (std::max)(blocks_, 2);
     for (; blocks_ <= max_blocks; blocks_ *= 2) {
       for (const index_t ring : {detail::widest_ring, detail::usual_ring}) {
         layout_ = detail::cluster_shared<T, D>::lay_out(query_rows_, usual_pages(), blocks_, ring);
-        // A ring that is wider than usual pays where it takes all of a share at once.
+        // A ring that is wider than usual only helps if it holds all of a share at once.
         if (ring == detail::widest_ring && layout_.share > ring) continue;
         if (blocks_ == 1 ? try_clusters<true>(device) : try_clusters<false>(device)) return;
       }
     }
   }
-  /// Whether all rows have clusters of `blocks_` blocks at a time: in two waves they take twice as long, and half the
-  /// blocks less than that (34.9 us and 22.5 for 32 rows, H200, CUDA 13.0).
+  /// Whether clusters of `blocks_` blocks can run for all rows at a time. In two waves they take twice as long, and
+  /// half as many blocks take less than that (34.9 us and 22.5 for 32 rows, H200, CUDA 13.0).
   bool run_at_once(const device_info& device) const {
     const cluster_kernel entry(detail::cluster_pages_entry<View, Scorer, false>);
     const auto layout = detail::cluster_shared<T, D>::lay_out(query_rows_, usual_pages(), blocks_, detail::usual_ring);

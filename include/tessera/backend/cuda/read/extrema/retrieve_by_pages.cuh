@@ -49,8 +49,8 @@ class retrieve_by_pages {
   /// Throws unless launches can take the plan.
   void require_covered(const read_plan& plan) const { choose_.require_covered(plan); }
 
-  /// `plans`: of the view's sequences, on the device. `index` lacks the newest tokens of the step: the choice folds
-  /// them in.
+  /// `plans`: of the view's sequences, on the device. `index` does not yet contain the step's newest tokens: the choice
+  /// folds them in.
   template <class Index>
   selection_view choose(const View& view, const read_plan* plans, const Index& index, const rows_view<const T>& q,
                         const index_t* first_position, cudaStream_t stream) const {

@@ -1,4 +1,4 @@
-// Which slots a turn's steps may read, on the device: those that a filter let through, and those decoded since.
+// Which slots a turn's steps may read, on the device: those that a filter selected, and those decoded since.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@ namespace cuda {
 
 namespace detail {
 
-// How chosen slots become the lists that steps read: copied, with columns that join them; and how many slots lists
-// share.
+// How chosen slots become the lists that steps read: they are copied, and columns are joined to them. Also: how many
+// slots lists share.
 
 /// Lists of one layer and one member of the group; row = sequence of the batch * kv_heads + head.
 struct list_rows {
@@ -32,7 +32,7 @@ struct list_rows {
   index_t group, first, joining;
 };
 
-/// blockIdx: x a part of a row, y a row. A selection without indices is everything.
+/// blockIdx: x a part of a row, y a row. A selection without indices means all slots.
 template <int Threads>
 __global__ void __launch_bounds__(Threads) pass_entry(selection_view chosen, list_rows to) {
   wait_for_earlier();
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(Threads) pass_entry(selection_view chosen, lis
   if (blockIdx.x == 0 && threadIdx.x == 0) to.counts[row] = count;
 }
 
-/// The same, joined with columns. A block has a row and goes through its slots, 32 * Threads at a time, as bits.
+/// The same, joined with columns. A block has a row and processes its slots as bits, 32 * Threads at a time.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     pass_joined_entry(selection_view chosen, list_rows to, joined_columns columns) {
@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(Threads)
   for (index_t l = 0; l < lists; ++l) entries[at] += from.counts[l * stride + row];
 }
 
-/// The lists of every layer and place in the group: small arrays [lists, ids, heads]; of the batch, its sequences
-/// first.
+/// The lists of every layer and member of the group: small arrays [lists, ids, heads]. The arrays of the batch have its
+/// sequences first.
 struct step_lists {
   const index_t* lengths;  // [layers, ids, heads], by id: they count the step's tokens
   const offset_t* begins;  // by id
@@ -121,7 +121,7 @@ struct step_lists {
   index_t members, sequences, heads;
 };
 
-/// The newest `tokens` slots of every head join its candidates. x: a sequence of the batch, y: a list of a layer.
+/// Adds the newest `tokens` slots of every head to its candidates. x: a sequence of the batch, y: a list of a layer.
 template <int Threads>
 __global__ void __launch_bounds__(Threads) join_entry(step_lists all, index_t tokens) {
   const index_t sequence = blockIdx.x, list = blockIdx.y, id = all.ids[sequence];
@@ -137,7 +137,8 @@ __global__ void __launch_bounds__(Threads) join_entry(step_lists all, index_t to
 
 }  // namespace detail
 
-/// Lists of one head after another, several of each: what is in any of them, by head.
+/// Merges the lists of each head into one ascending list. `lists` has the lists of head 0, then those of head 1, and so
+/// on, equally many per head.
 inline host_vector<host_vector<index_t>> joined_lists(host_vector<host_vector<index_t>> lists, index_t kv_heads) {
   const std::size_t per_head = lists.size() / std::size_t(kv_heads);
   if (per_head == 1) return lists;
@@ -152,7 +153,7 @@ inline host_vector<host_vector<index_t>> joined_lists(host_vector<host_vector<in
   return heads;
 }
 
-/// For recipes whose steps may read everything: the same calls do nothing.
+/// For recipes whose steps may read everything: the same calls, which do nothing.
 template <class View>
 class no_candidates {
  public:
@@ -187,9 +188,9 @@ class no_candidates {
   }
 };
 
-/// Ascending slot lists by kv_head of every (layer, sequence), in runs of their own; where query heads choose apart, by
-/// member of the group too. Nothing of K and V is copied. Where steps choose lists anew, every head of a run has as
-/// much room as the longest, so that lists can be overwritten.
+/// Ascending slot lists by kv_head of every (layer, sequence), each entry in a run of its own. If query heads choose
+/// separately, also by member of the group. K and V are not copied. If steps choose lists anew, every head of a run has
+/// as much room as the longest, so that lists can be overwritten.
 template <class View>
 class candidates {
  public:
@@ -212,8 +213,7 @@ class candidates {
         begins_(layers_ * members, sequences, heads_) {}
 
   host_vector<detail::gathered_column> gathered() const { return {counts_.gathered(), begins_.gathered()}; }
-  /// The usual length of a list under a budget. Where steps choose anew, it grows only by the tokens decoded in
-  /// between.
+  /// The usual length of a list under a budget. If steps choose anew, it grows only by the tokens decoded in between.
   index_t usual_row(index_t budget) const { return even_ ? budget : 0; }
   /// The bound of an entry's longest list.
   const token_bound& bound(sequence_layer owner, const token_bound&) const { return bounds_[order_.index(owner)]; }
@@ -234,7 +234,7 @@ class candidates {
       }
     });
   }
-  /// Stores the slots of each head that a filter lets through when a prompt ends, and the columns that join them.
+  /// Stores the slots of each head that a filter selects when a prompt ends, and the columns that join them.
   void pass(sequence_layer owner, index_t member, const kept_slots& passed, const joined_columns& columns,
             cudaStream_t stream) {
     const std::size_t run = run_of(owner, member);
@@ -254,7 +254,7 @@ class candidates {
           columns, stream);
     steps.scatter(counts_, lists, batch, stream);
   }
-  /// Writes for a batch the size of its lists before they are chosen anew, by id [ids, kv_heads]: distinct slots, and
+  /// Writes the sizes of a batch's lists before they are chosen anew, by id [ids, kv_heads]: distinct slots, and
   /// entries.
   void note_read(index_t layer, const step_table& steps, index_t batch, index_t* distinct, index_t* entries,
                  cudaStream_t stream) const {
@@ -271,8 +271,7 @@ class candidates {
     bounds_[order_.index(owner)] = passed;
   }
 
-  /// Plans room for `tokens` more. Where a step chooses anew, also for its choice: longest[i] slots a head of
-  /// owners[i].
+  /// Plans room for `tokens` more. If a step chooses anew, also for its choice: longest[i] slots per head of owners[i].
   void plan_room(const sequence_layers& owners, index_t tokens, const host_vector<index_t>& longest) {
     in_one_plan([&] {
       for (std::size_t i = 0; i < owners.size(); ++i) {
@@ -299,7 +298,7 @@ class candidates {
       }
     }
   }
-  /// Plans that an id without lists gets those of another one; `commit_copy` carries it out.
+  /// Plans that an id without lists receives those of another id; `commit_copy` carries it out.
   void plan_copy(index_t from, index_t to) {
     in_one_plan([&] {
       for (index_t lists = 0; lists < layers_ * members_; ++lists)
@@ -350,7 +349,7 @@ class candidates {
     for (index_t m = 0; m < members_; ++m) rows += pool_.rows(run_of(owner, m));
     return rows * pool_.row_bytes();
   }
-  /// The most that the lists of a layer take.
+  /// An upper bound of the bytes that the lists of a layer take.
   offset_t upper_bound(const kept_bound& listed) const {
     const offset_t total = even_ ? offset_t(heads_) * listed.longest : listed.total;
     return members_ * pool_.upper_bound_rows(listed.longest, total, tokens_) * pool_.row_bytes();

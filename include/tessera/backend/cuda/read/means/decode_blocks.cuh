@@ -1,5 +1,4 @@
-// A decode step over packed rows on the device: blocks are scored by their means, the best are chosen, and these are
-// attended.
+// A decode step over packed rows on the device: blocks are scored by their means, and the best are chosen and attended.
 #pragma once
 
 #include <algorithm>
@@ -16,20 +15,19 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// What is known of segments before there are any.
+/// Bounds on segments, known before there are any.
 struct segment_limits {
   packed_format k, v;   ///< the longest values and the most channels that one has
   index_t least_block;  ///< of any segment
-  bool alike = true;    ///< all have blocks of the selector's size, and whole ones, but for the last
+  bool alike = true;    ///< all blocks have the selector's size and are whole, except the last
 };
 
-/// Reads `tokens` packed rows of each kv_head, rounded up to whole blocks, the first and the last block of the sequence
-/// among them, and all whole rows; one choice over all segments of a (sequence, kv_head).
+/// Reads `tokens` packed rows of each kv_head, rounded up to whole blocks, and all whole rows. The first and the last
+/// block of the sequence are always among the packed rows. One choice covers all segments of a (sequence, kv_head).
 ///
-/// Where all segments have blocks of one size, the number of blocks that are read is known in advance. Else as many are
-/// chosen as might be needed, and trimmed to the tokens. `run` does both `choose` and `attend`.
+/// If all segments have blocks of one size, the number of blocks to read is known in advance. Otherwise as many blocks
+/// are chosen as might be needed, and the list is trimmed to the tokens. `run` does both `choose` and `attend`.
 /// Errors   before the launch: a budget under two blocks, more rows than it was made for.
-/// Cost     five launches (queries, scores, choice, attention, merge), and one where blocks differ. Recordable: lengths
 ///          are read on the device.
 template <class View, class Out, class Tile = typename View::element_type>
 class decode_blocks {
@@ -45,7 +43,7 @@ class decode_blocks {
         tokens_(tokens),
         lanes_(sequences * kv_heads),
         max_segments_(max_segments),
-        // Segments begin with new blocks, so that each may have one that is not whole.
+        // Every segment begins with a new block, so each may have one block that is not whole.
         capacity_((ceil_div(capacity, limits.least_block) + max_segments + 3) / 4 * 4),
         read_((std::min)(limits.alike ? ceil_div(tokens, block_)
                                       : trim_blocks<View>::max_chosen(tokens, limits.least_block, max_segments),

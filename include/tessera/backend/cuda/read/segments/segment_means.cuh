@@ -28,11 +28,11 @@ struct segmented_view : View {
   }
 };
 
-/// Of one kv_head: how many runs of slots of one segment there are, and how many slots they have in all.
+/// For one kv_head: the number of runs of slots of one segment, and the number of slots in all runs.
 struct segment_runs {
   index_t runs = 0, slots = 0;
 };
-/// Of one kv_head: the segment that its answer is writing, that segment's tokens so far, the position behind them, and
+/// For one kv_head: the segment that its answer is writing, that segment's tokens so far, the position after them, and
 /// the runs that the newest step could choose among. -1: there is no answer yet.
 struct spoken_segment {
   index_t segment, tokens, end, runs;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(segment_sum_threads)
   }
 }
 
-/// What a step reads, by row of the batch: how many slots, and how many newest ones always.
+/// What a step reads, by row of the batch: the number of slots, and the number of newest slots that are always read.
 struct segment_bounds {
   index_t *keep, *tail;
 };
@@ -168,8 +168,8 @@ __global__ void __launch_bounds__(segment_sum_threads)
   out.tail[blockIdx.x] = everything ? slots : (max)(plan.tail, step);
 }
 
-/// blockIdx: x a share of the runs, y a row; a warp a run. A run's slots get the logit of its mean key and the mean
-/// query.
+/// blockIdx: x a share of the runs, y a row; one warp per run. A run's slots get as score the logit of its mean key and
+/// the mean query.
 template <class View, class Scorer>
 __global__ void __launch_bounds__(segment_sum_threads)
     score_runs_entry(const __grid_constant__ View view, Scorer scorer, float scale, segment_index index, float* scores,

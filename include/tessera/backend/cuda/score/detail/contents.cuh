@@ -1,4 +1,4 @@
-// Scores by stored keys or values, on the GPU: one pass, or two where rows are compared with their mean.
+// Scores by stored keys or values, on the GPU: one pass, or two if rows are compared with their mean.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace detail {
 
 inline constexpr int contents_threads = 256, contents_chunk = 8;
 
-/// Keys or values of a view as neighbouring lanes read them: together they read a row, eight channels each.
+/// Keys or values of a view, read by neighbouring lanes: together they read a row, eight channels each.
 template <class View, bool Keys, int Threads = contents_threads>
 struct stored_chunks {
   using stored = typename View::encoding_type::stored_type;
@@ -86,8 +86,8 @@ struct stored_chunks {
     for (int m = 0; m < Scorer::measures; ++m) sums[m] = lanes_sums<lanes>(parts[m], lane);
   }
 
-  /// Calls see(first, chunk) for a block's share of the tiles of a row of the batch. All lanes call it. chunk[u] is of
-  /// slot first + u, or zeros where that slot does not exist. `Backwards`: tiles that were read last come first.
+  /// Calls see(first, chunk) for a block's share of the tiles of a row of the batch. All lanes call it. chunk[u] is
+  /// from slot first + u, or zeros if that slot does not exist. `Backwards`: the tiles are visited in reverse order.
   template <bool Backwards, class See>
   __device__ static void each_tile(const View& view, index_t b, index_t h, index_t length, bool aligned,
                                    const See& see) {
@@ -103,7 +103,7 @@ struct stored_chunks {
   }
 };
 
-/// Sums of scaled rows, by row of the batch and block: in double, and how many rows there were.
+/// Sums of scaled rows by row of the batch and block, in double, and the number of rows summed.
 struct anchor_partials {
   double* sums;      // [rows, blocks, dim]
   index_t* counted;  // [rows, blocks]
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(contents_threads)
   }
 }
 
-/// Computes the mean of each channel, in the same order every time. A block has a row.
+/// Computes the mean of each channel, in the same order every time. One block per row.
 template <int Threads, int Dim>
 __global__ void __launch_bounds__(Threads) mean_rows_entry(anchor_partials out, index_t blocks) {
   constexpr int shares = Threads / Dim;
@@ -188,7 +188,8 @@ __global__ void __launch_bounds__(Threads) mean_rows_entry(anchor_partials out, 
   out.anchors[row * Dim + d] = counted ? float(sum / double(counted)) : 0.0f;
 }
 
-/// An anchored scorer has read the rows before, the last ones last: those may still be in the L2.
+/// For an anchored scorer, the rows have been read before. Those that were read last come first: they may still be in
+/// the L2.
 template <class View, class Scorer, bool Keys>
 __global__ void __launch_bounds__(contents_threads)
     score_contents_entry(const __grid_constant__ View view, Scorer scorer, bool aligned, const float* anchors,
@@ -217,8 +218,9 @@ __global__ void __launch_bounds__(contents_threads)
 /// Writes the scores of all stored slots of a batch: the device's cpu::score_contents, to rounding. Every call gives
 /// the same bits.
 /// Shapes   scores [rows, row_stride], row = sequence * kv_heads + head.
-/// Workspace  for an anchored scorer: sums by block, and the means.   Cost  one read of what the scorer reads, 16 bytes
-/// at a time where rows are 16-byte aligned; two reads for an anchored scorer.
+/// Workspace  for an anchored scorer: sums by block, and the means.
+/// Cost     one read of what the scorer reads, 16 bytes at a time where rows are 16-byte aligned; two reads for an
+///          anchored scorer.
 template <class View, contents_scorer Scorer>
 class score_contents {
   static constexpr bool keys = stored_rows(Scorer::reads) == stored_rows::keys, anchored = anchored_scorer<Scorer>;

@@ -1,4 +1,4 @@
-// Scores beside the tokens behind, on the GPU: a block measures partitions against the next ones and ranks them.
+// Scores of tokens relative to later tokens, on the GPU: a block compares partitions with the next ones and ranks them.
 #pragma once
 
 #include <algorithm>
@@ -12,14 +12,14 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// Partitions of 128 plain rows beside the next ones, on the GPU. Each warp has its columns of all rows, so that their
-// scales stay within a warp, and a partition takes one barrier.
+// Partitions of 128 plain rows compared with the next partitions, on the GPU. Each warp has its own columns of all
+// rows, so scales stay within a warp and a partition takes one barrier.
 
 namespace detail {
 
-/// How a block measures a run of such partitions, where slots lie one after another in a contiguous view. Takes 163 us
-/// of 8 x 128K; with rows dealt out to threads and two barriers a partition it was 176 (H200, CUDA 13.0). Lost: ranking
-/// a partition while the next one is measured (182), the loop unrolled by two (165).
+/// How a block measures a run of such partitions in a contiguous view. Takes 163 us for 8 x 128K; with rows distributed
+/// to threads and two barriers a partition it took 176 (H200, CUDA 13.0). Slower: ranking a partition while the next
+/// one is measured (182), unrolling the loop by two (165).
 template <class View>
 struct lagged_columns {
   using stored = typename View::encoding_type::stored_type;
@@ -28,13 +28,14 @@ struct lagged_columns {
   using extremes = lane_extremes<chunks>;
   using cell = typename extremes::cell;
   static constexpr int dim = View::k_dim, lag = 128, warps = lagged_threads / 32;
-  /// Whether it can be used: elements of 16 bits, rows of 8 or 16 chunks of 16 bytes, K and V alike, side by side.
+  /// Whether it can be used: 16-bit elements, rows of 8 or 16 chunks of 16 bytes, the same layout for K and V,
+  /// contiguous.
   static constexpr bool possible = View::is_raw && sizeof(stored) == 2 && (dim == 64 || dim == 128) &&
                                    View::v_dim == dim &&
                                    std::is_same_v<std::remove_cvref_t<decltype(View::table)>, contiguous>;
 
-  static constexpr int of_warp = dim / contents_chunk / warps;  // chunks of a row that a warp has
-  static constexpr int rows = 32 / of_warp;                     // of a warp's lanes at a time
+  static constexpr int of_warp = dim / contents_chunk / warps;  // chunks of a row per warp
+  static constexpr int rows = 32 / of_warp;                     // rows that a warp's lanes hold at a time
   static constexpr int lane_rows = lag / rows;                  // rows of a lane in all
   static constexpr int lane_sums = lane_rows / of_warp;         // rows whose sums a lane passes on
   static constexpr staged_rows layout{dim / contents_chunk};
@@ -42,7 +43,7 @@ struct lagged_columns {
 
   /// What warps exchange.
   struct memory_type {
-    float2 sums[2][warps][lag + 2];  // of a partition's rows; halves of the warps lie in other banks
+    float2 sums[2][warps][lag + 2];  // of a partition's rows; halves of the warps use different banks
     alignas(16) float2 scales[warps][of_warp][contents_chunk];
   };
 
@@ -53,8 +54,8 @@ struct lagged_columns {
   memory_type& memory;
   int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
 
-  /// Begins to copy a partition over the one two before it: first `count` + 1 partitions of keys, then as many of
-  /// values.
+  /// Begins to copy a partition to the place of the one two before it: first `count` + 1 partitions of keys, then as
+  /// many of values.
   __device__ void bring(index_t q) const {
     constexpr int at_once = lagged_threads / layout.chunks;
     const int chunk = int(threadIdx.x) % layout.chunks, row = int(threadIdx.x) / layout.chunks;
@@ -84,8 +85,8 @@ struct lagged_columns {
   __device__ static std::uint32_t least_of(std::uint32_t x, std::uint32_t y) {
     return bits_of(extremes::least(cell_of(x), cell_of(y)));
   }
-  /// Finds the scales of the lane's channels from a partition's rows. Lanes of a chunk halve the channels that they
-  /// compare until each has one.
+  /// Finds the scales of the lane's channels from a partition's rows. In each round, the lanes of a chunk halve the
+  /// channels that each compares, until each has one.
   template <class Scorer>
   __device__ void find_scales(const raw (&next)[lane_rows], const Scorer& scorer,
                               channel_scale (&scales)[contents_chunk]) {
@@ -165,8 +166,8 @@ struct lagged_columns {
     if (lane % 2 == 0) spreads[row] = scorer.spread(own, dim);
   }
 
-  /// Writes the spreads [count * lag] of `count` partitions from slot `first` on, which a next one follows. Threads
-  /// hold their part of a partition from when its extremes are found to when it is measured.
+  /// Writes the spreads [count * lag] of `count` partitions from slot `first` on; another partition follows them.
+  /// Threads keep their part of a partition from the search for its extremes until it is measured.
   template <class Scorer>
   __device__ void measure(const Scorer& scorer, float* of_keys, float* of_values) {
     const index_t last = 2 * count + 1;
@@ -178,7 +179,7 @@ struct lagged_columns {
     load(0, held);
     for (index_t q = 0; q < last; ++q) {
       wait_copies<0>();
-      __syncthreads();  // q + 1 is there, q has been taken, and the sums of q - 1 have been written
+      __syncthreads();  // q + 1 has arrived, q has been read, and the sums of q - 1 have been written
       if (q + 2 <= last) bring(q + 2);
       if (q > 0 && q != count + 1) finish(q - 1, scorer, of_keys, of_values);
       load(q + 1, next);
@@ -246,8 +247,8 @@ __device__ __forceinline__ void measure_rows(const Partitions& all, const Scorer
   if (lane < Count && all.holds(row)) spreads[row] = scorer.spread(own, chunks::dim);
 }
 
-/// Writes the spreads of `count` partitions from slot `first` on, which a next one follows, to spreads [count * lag].
-/// Threads hold their rows of a partition from when its extremes are found to when it is measured.
+/// Writes the spreads of `count` partitions from slot `first` on to spreads [count * lag]; another partition follows
+/// them. Threads keep their rows of a partition from the search for its extremes until it is measured.
 template <bool Keys, class View, class Scorer, class Memory>
 __device__ void measure_spreads(const View& view, const Scorer& scorer, index_t b, index_t h, index_t first,
                                 index_t count, bool aligned, Memory& memory, void* shared, float* spreads) {
@@ -319,11 +320,11 @@ __global__ void __launch_bounds__(lagged_threads, lagged_blocks)
 
 }  // namespace detail
 
-/// Writes the scores of all stored slots beside the tokens behind them: the device's cpu::score_lagged, to rounding of
-/// the spreads.
-/// Shapes   scores [rows, row_stride].   Workspace  two numbers a slot.   Cost  one read of K and of V, and of a run's
-///          last
-/// partition once more; lag comparisons a token.
+/// Writes the scores of all stored slots relative to the tokens after them: the device's cpu::score_lagged, to rounding
+/// of the spreads.
+/// Shapes   scores [rows, row_stride].
+/// Workspace  two numbers a slot.
+/// Cost     one read of K and of V, and one more of a run's last partition; lag comparisons a token.
 template <class View, lagged_scorer Scorer>
 class score_lagged {
  public:
@@ -349,7 +350,7 @@ class score_lagged {
             std::to_string(scorer.lag) + " and " + std::to_string(scorer.sinks), "at least 2, and at least 0",
             "check the scorer first");
     if (rows == 0) return;
-    // Runs for all blocks that fit at a time: what a block begins with it waits for.
+    // As many runs as blocks fit at a time: a block waits for the first loads of every run.
     const index_t partitions = (std::max)(capacity_ / scorer.lag, 1);
     const index_t run = index_t(std::clamp<offset_t>(offset_t(partitions) * rows / resident_, 1, 32));
     const dim3 runs{unsigned((std::min)(ceil_div(partitions, run), 65535)), unsigned(rows)};

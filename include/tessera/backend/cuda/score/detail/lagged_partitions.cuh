@@ -1,4 +1,4 @@
-// Partitions of rows on the GPU, as a scorer beside the tokens behind reads them: their copies, extremes and scales.
+// Partitions of rows on the GPU for a scorer that compares tokens with later ones: their copies, extremes and scales.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,9 +14,9 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Partitions that are being copied for a block, beside the two that its threads hold. Measured when this read
-/// partitions of 128 rows too: three on their way take as long, 512 threads or three blocks spill, and 512 threads
-/// whose rows rest in shared memory and are read twice take 195 us in place of 176 (8 x 128K; H200, CUDA 13.0).
+/// How many partitions are being copied for a block, besides the two that its threads hold. Measured when this code
+/// read partitions of 128 rows too: three in flight take as long; 512 threads, or three blocks, spill registers; 512
+/// threads whose rows stay in shared memory and are read twice take 195 us instead of 176 (8 x 128K; H200, CUDA 13.0).
 inline constexpr index_t lagged_ahead = 2;
 inline constexpr int lagged_threads = 256, lagged_blocks = 2;
 
@@ -40,7 +40,7 @@ struct lane_extremes {
     }
   }
 };
-/// Elements of 16 bits stay in pairs: a quarter of the instructions.
+/// 16-bit elements stay in pairs, which takes a quarter of the instructions.
 template <class Chunks>
 requires(sizeof(typename Chunks::stored) == 2) struct lane_extremes<Chunks> {
   using cell = std::conditional_t<std::is_same_v<typename Chunks::stored, bf16>, __nv_bfloat162, __half2>;
@@ -61,15 +61,15 @@ requires(sizeof(typename Chunks::stored) == 2) struct lane_extremes<Chunks> {
     const cell* pairs = reinterpret_cast<const cell*>(chunk.element);
 #pragma unroll
     for (int w = 0; w < cells; ++w) {
-      // Infinity becomes NaN, and of NaN and a number the number is taken.
+      // Infinity becomes NaN. The minimum of NaN and a number is the number.
       const cell x = __hfma2(pairs[w], both(0), pairs[w]);
       low[w] = __hmin2(low[w], x), high[w] = __hmax2(high[w], x);
     }
   }
 };
 
-/// Extremes of a partition by warp, and what its channels are put on: of channel d, scales[d % contents_chunk][d /
-/// contents_chunk].
+/// A partition's extremes by warp, and the scales of its channels. The scale of channel d is scales[d %
+/// contents_chunk][d / contents_chunk].
 template <class Chunks>
 struct partition_scales {
   using extremes = lane_extremes<Chunks>;
@@ -78,8 +78,8 @@ struct partition_scales {
   alignas(16) cell lows[warps][row], highs[warps][row];
   channel_scale scales[contents_chunk][Chunks::chunks];
 
-  /// Makes scales of the extremes of all lanes; two barriers. The second one ends the use of extremes, the first one of
-  /// the next call that of scales.
+  /// Computes scales from the extremes of all lanes, with two barriers. After the second barrier the extremes are free;
+  /// the scales are free after the first barrier of the next call.
   template <class Scorer>
   __device__ void join(extremes& seen, const Scorer& scorer) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -110,9 +110,9 @@ struct partition_scales {
   }
 };
 
-/// Copies rows of partitions to the threads that measure them. Each thread has chunks of its own in shared memory, for
-/// `at_once` rows of a partition, and no other thread reads them. Further rows of longer partitions are read from
-/// device memory.
+/// Copies rows of partitions to the threads that measure them. Each thread has its own chunks in shared memory, for
+/// `at_once` rows of a partition; no other thread reads them. Further rows of longer partitions are read from device
+/// memory.
 template <class View, bool Keys>
 class partition_rows {
  public:
@@ -137,12 +137,13 @@ class partition_rows {
         staged_chunks_(static_cast<staged_chunk*>(shared) + threadIdx.x),
         origin_(origin(view, b, h)) {}
 
-  /// Begins to copy a partition, where there is one, over the one `lagged_ahead` before it, which has been loaded.
+  /// Begins to copy a partition, if there is one, to the place of the one `lagged_ahead` before it, which has been
+  /// loaded.
   __device__ void bring(index_t partition, bool there) {
     if (there && lane() < chunks::chunks) {
       staged_chunk* to = &chunk_of(partition, 0);
       if (side_by_side && aligned_) {
-        // One address, and the same step from row to row: to find each anew took a quarter of all instructions.
+        // One address and a fixed step from row to row: computing each address anew took a quarter of all instructions.
         const offset_t token = Keys ? view_.k_strides.token : view_.v_strides.token;
         const stored* from = origin_ + token * slot(partition, 0);
 #pragma unroll
@@ -158,7 +159,7 @@ class partition_rows {
     }
     commit_copies();
   }
-  /// Loads the lane's rows u * rows + group of a partition that has arrived. Rows behind its end are arbitrary.
+  /// Loads the lane's rows u * rows + group of a partition that has arrived. Rows after its end are arbitrary.
   __device__ void load(index_t partition, raw (&to)[at_once]) const {
 #pragma unroll
     for (int u = 0; u < at_once; ++u) {
@@ -173,8 +174,8 @@ class partition_rows {
       }
     }
   }
-  /// Calls see(base, chunk) for the lane's rows base + u * rows + group of a partition that are not in shared memory;
-  /// zeros behind its end. All lanes call it.
+  /// Calls see(base, chunk) for those of the lane's rows base + u * rows + group of a partition that are not in shared
+  /// memory; zeros after its end. All lanes call it.
   template <class See>
   __device__ void each_other(index_t partition, const See& see) const {
     for (index_t base = staged; base < lag_; base += rows * few) {
@@ -186,7 +187,7 @@ class partition_rows {
       see(base, chunk);
     }
   }
-  /// Whether a partition has such a row.
+  /// Whether a partition has this row.
   __device__ bool holds(index_t row) const { return row < lag_; }
   __device__ index_t lag() const { return lag_; }
   __device__ static int lane() { return int(threadIdx.x) % chunks::lanes; }
@@ -230,7 +231,7 @@ class partition_rows {
   index_t b_, h_, first_, lag_;
   bool aligned_;
   staged_chunk* staged_chunks_;
-  const stored* origin_;  // the lane's part of slot 0, where slots are side by side
+  const stored* origin_;  // the lane's part of slot 0, where slots are contiguous
 };
 
 }  // namespace detail

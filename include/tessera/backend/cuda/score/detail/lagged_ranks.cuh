@@ -10,7 +10,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Replaces a partition's spreads by half of their softmax. A warp calls it.
+/// Replaces a partition's spreads by half of their softmax. One warp calls it.
 __device__ inline void halve_softmax(float* spreads, index_t lag) {
   const index_t lane = threadIdx.x % 32;
   float top = -infinity, total = 0;
@@ -25,13 +25,13 @@ __device__ inline void halve_softmax(float* spreads, index_t lag) {
   for (index_t i = lane; i < lag; i += 32) spreads[i] = spreads[i] / total / 2;
 }
 
-/// The key that a slot ranks by. Sums are not negative, so their bits have the same order; -1 stands for NaN.
+/// The key that a slot is ranked by. Sums are not negative, so their bits have the same order. NaN has the key -1.
 __device__ inline int spread_key(float sum) { return sum == sum ? __float_as_int(sum) : -1; }
-/// x < y as a number to add, in two instructions; keys are less than 2^31 apart.
+/// x < y as 0 or 1, in two instructions; keys are less than 2^31 apart.
 __device__ inline int is_less(int x, int y) { return int(unsigned(x - y) >> 31); }
 
-/// Writes the scores of a partition's slots: how many slots rank behind each. A warp calls it. Overwrites `values` with
-/// the ranking keys.
+/// Writes the scores of a partition's slots: how many slots rank behind each. One warp calls it. Overwrites `values`
+/// with the ranking keys.
 template <class Scorer>
 __device__ void rank_partition(const Scorer& scorer, const float* keys, float* values, float* out) {
   constexpr int at_once = 4, absent = -2;
@@ -56,7 +56,7 @@ __device__ void rank_partition(const Scorer& scorer, const float* keys, float* v
     }
 #pragma unroll
     for (int k = 0; k < at_once; ++k) {
-      behind[k] += __popc(__match_any_sync(~0u, own[k]) & (~1u << lane));  // equals among the warp's own
+      behind[k] += __popc(__match_any_sync(~0u, own[k]) & (~1u << lane));  // equal keys of the warp's lanes
       const index_t i = first + k * 32 + lane;
       if (i < lag) out[i] = own[k] >= 0 ? scorer.ranked(behind[k]) : nanf("");
     }
@@ -67,7 +67,7 @@ __device__ void rank_partition(const Scorer& scorer, const float* keys, float* v
 inline constexpr index_t max_sorted = 128;
 inline constexpr int slots_each = max_sorted / 32;
 
-/// The same for spreads in registers. NaN is left out.
+/// The same for spreads in registers. NaN is ignored.
 __device__ inline void halve_softmax(float (&spreads)[slots_each]) {
   float top = -infinity, total = 0;
 #pragma unroll
@@ -83,7 +83,8 @@ __device__ inline void halve_softmax(float (&spreads)[slots_each]) {
   for (float& x : spreads) x = x / total / 2;
 }
 
-/// Sorts a warp's numbers, ascending, lane * slots_each + i being the i-th of a lane: Batcher's bitonic network.
+/// Sorts a warp's numbers in ascending order by Batcher's bitonic network. Number lane * slots_each + i is the lane's
+/// i-th.
 __device__ inline void sort_in_warp(std::uint64_t (&x)[slots_each]) {
   const int lane = int(threadIdx.x) % 32;
 #pragma unroll
@@ -113,7 +114,7 @@ __device__ inline void sort_in_warp(std::uint64_t (&x)[slots_each]) {
 }
 
 /// rank_partition for at most `max_sorted` slots, from the measured spreads. Comparing each slot with every other took
-/// twice the instructions: 163 us for 8 x 128K, this takes 150 (H200, CUDA 13.0).
+/// twice the instructions: 163 us for 8 x 128K, where this takes 150 (H200, CUDA 13.0).
 template <class Scorer>
 __device__ void rank_by_sorting(const Scorer& scorer, const float* keys, const float* values, float* out) {
   const index_t first = index_t(threadIdx.x) % 32 * slots_each;
@@ -140,7 +141,7 @@ __device__ void rank_by_sorting(const Scorer& scorer, const float* keys, const f
   }
 }
 
-/// Scores a run of `count` measured partitions, a warp each.
+/// Scores a run of `count` measured partitions, one warp each.
 template <class Scorer>
 __device__ void rank_run(const Scorer& scorer, float* keys, float* values, index_t count, float* out) {
   const index_t lag = scorer.lag;
@@ -156,7 +157,7 @@ __device__ void rank_run(const Scorer& scorer, float* keys, float* values, index
   }
 }
 
-/// Scores the slots that no partition ranks; partitions rank `ranked` slots. All blocks of a row call it.
+/// Scores the slots that no partition ranks; partitions rank the first `ranked` slots. All blocks of a row call it.
 template <class Scorer>
 __device__ void score_outside(const Scorer& scorer, index_t stored, index_t ranked, float* out) {
   for (index_t i = index_t(blockIdx.x * blockDim.x + threadIdx.x); i < stored - ranked;

@@ -12,7 +12,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Softmax state of runs of `split` tokens, [rows, query rows, slots]: the base-2 maximum and the sum.
+/// Softmax states of runs of `split` tokens, [rows, query rows, slots]: the base-2 maximum and the sum.
 struct lse_partials {
   float2* state;
   index_t query_rows, slots, split, capacity;
@@ -35,7 +35,7 @@ struct lse_kernel {
   static constexpr int token_warps = warps / RowWarps, warp_tokens = tile / token_warps;
   static constexpr int rows_held = RowWarps * RowTiles * 16;
   static_assert(rows_held <= threads, "tessera: a thread looks at one row of its block");
-  static constexpr int pairs = warp_tokens >= 32 ? 2 : 1;  // of 16 tokens between two looks at the maximum
+  static constexpr int pairs = warp_tokens >= 32 ? 2 : 1;  // of 16 tokens between two updates of the maximum
   static constexpr int row_bytes = score_rows_staged<D>().bytes(), stage_bytes = tile * row_bytes;
   static constexpr int ring_bytes = Stages * stage_bytes;
 
@@ -46,7 +46,7 @@ struct lse_kernel {
 #pragma unroll
       for (int i = 0; i < RowTiles * 2; ++i) max[i] = -FLT_MAX, sum[i] = 0;
     }
-    /// Whether a logit was not a number or +infinity.
+    /// Whether a logit was NaN or +infinity.
     __device__ bool poisoned() const {
       bool found = false;
 #pragma unroll
@@ -55,7 +55,7 @@ struct lse_kernel {
     }
   };
 
-  /// `Careful` masks, caps, and skips logits that are NaN. For other logits both give the same bits.
+  /// `Careful` masks, caps, and skips logits that are NaN. For other logits both variants give the same bits.
   template <bool Careful>
   __device__ static void consume(const problem_type& p, const scored_head& at,
                                  const std::uint32_t (&q)[RowTiles][D / 16][4], index_t first_query,
@@ -105,8 +105,8 @@ struct lse_kernel {
         for (int n = 0; n < pairs * 2; ++n) {
           top = fmaxf(top, fmaxf(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]));
         }
-        // Always rescaled: a branch that skips it while the maximum stands gained nothing (H200, CUDA 13.0: 156 us
-        // both).
+        // Always rescaled: a branch that skips it while the maximum is unchanged gained nothing (H200, CUDA 13.0: 156
+        // us both).
         top = fmaxf(state.max[r], top * factor);
         state.sum[r] *= power_of_two(state.max[r] - top);
         state.max[r] = top;
@@ -122,7 +122,7 @@ struct lse_kernel {
     }
   }
 
-  /// Ends a split: lanes, then warps, merge in a fixed order.
+  /// Ends a split: first lanes, then warps, merge in a fixed order.
   __device__ static void flush(const lse_partials& out, index_t row, const scored_head& at, index_t first_query,
                                index_t split, float2 (*meeting)[16], int warp, int lane, running& state) {
 #pragma unroll
@@ -203,7 +203,7 @@ struct lse_kernel {
       };
       running state;
       state.clear();
-      __syncthreads();  // the ring is free: all warps have left the row before
+      __syncthreads();  // the ring is free: all warps have finished the previous row
       for (int s = 0; s < Stages - 1; ++s) put(first_tile + s);
       for (index_t t = first_tile; t < last_tile; ++t) {
         wait_copies<Stages - 2>();
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(128, View::k_dim <= 128 ? 3 : 2)
   lse_kernel<View, RowWarps, RowTiles, Stages>::run(problem, out);
 }
 
-/// Merges a row's splits in order and adds its sink, or uses the engine's log-sum-exp; one warp per query row. lse
+/// Merges a row's splits in order and adds its sink, or uses the engine's log-sum-exp. One warp per query row. lse
 /// [rows, query rows], natural log.
 template <class View>
 __global__ void __launch_bounds__(128)

@@ -10,17 +10,17 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// How the weights of query rows become a token's score: in any order where that is cheaper, in row order where bits
-// must not change.
+// How the weights of query rows become a token's score: in row order if the bits must not depend on chunks, otherwise
+// in whatever order is cheaper.
 
 namespace detail {
 
 /// Running sums of a warp's 16 * KeyTiles tokens over query rows.
 ///
-/// Weights come as a 16x8x16 product leaves them: lane l holds tokens l / 4 + {0, 8} of each key tile against rows
-/// 2 * (l % 4) + {0, 1} of each 8. In order, one lane adds all rows of a token one by one, and what later calls add
-/// continues the same chain; else each lane keeps parts of its tokens and the four lanes meet at the end. `Maximum`:
-/// the largest weight in place of their sum; a NaN stays.
+/// Weights have the layout of a 16x8x16 product: lane l holds tokens l / 4 + {0, 8} of each key tile against rows 2 *
+/// (l % 4) + {0, 1} of each 8. In order: one lane adds all rows of a token one by one, and later calls continue the
+/// same chain. Otherwise each lane keeps partial sums of its tokens, and the four lanes add them at the end. `Maximum`:
+/// the largest weight instead of the sum; a NaN stays.
 template <int KeyTiles, bool InOrder, bool Maximum = false>
 struct score_sums {
   static constexpr int tokens = KeyTiles * 2;  // of a lane
@@ -36,10 +36,10 @@ struct score_sums {
     }
   }
 
-  /// The token that a lane adds in order. With one key tile, two lanes have the same.
+  /// The token that a lane adds in order. With one key tile, two lanes have the same token.
   __device__ static int token_of(int lane) { return lane % (KeyTiles == 2 ? 4 : 2) * 8 + lane / 4; }
 
-  /// Continues from stored scores; `left` tokens are stored from the first on.
+  /// Continues from stored scores. `left` tokens are stored from the first on.
   __device__ void resume(const float* scores, index_t left, int lane) {
     if constexpr (InOrder) {
       if (token_of(lane) < left) sum[0] = scores[token_of(lane)];
@@ -64,7 +64,7 @@ struct score_sums {
         sum[0] = add_rows(sum[0], x);
       }
     } else {
-      // Lanes 0 and 1 add the first 8 rows of their token, then lanes 2 and 3 the other 8 of the same tokens.
+      // Lanes 0 and 1 add the first 8 rows of their token. Then lanes 2 and 3 add the other 8 rows of the same tokens.
       float x[4][2];
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i][0] = w[0][i / 2][i % 2 * 2], x[i][1] = w[0][i / 2][i % 2 * 2 + 1];
@@ -93,7 +93,7 @@ struct score_sums {
   }
 
  private:
-  /// 4x4 transpose over the four lanes that share tokens: lane l gets item l of every lane, in order of rows.
+  /// 4x4 transpose over the four lanes that share tokens: lane l gets item l of every lane, in row order.
   __device__ static void transpose(float (&x)[4][2], int lane) {
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {
@@ -118,13 +118,13 @@ struct score_sums {
 
 /// Launch-time shape of the second pass.
 struct sum_shape {
-  const float* lse;  // [rows, query rows]; null: the engine gives them all
+  const float* lse;  // [rows, query rows]; null: the engine gives all of them
   index_t query_rows, capacity;
-  int chunks;  // of query rows that shared memory holds: all there are, or a ring of two
-  int stages;  // of keys a warp stages ahead; its present keys are in registers
+  int chunks;  // chunks of query rows in shared memory: all of them, or a ring of two
+  int stages;  // of keys that a warp stages ahead; its present keys are in registers
 };
 
-/// Where the log-sum-exp of a query row stands.
+/// Where the log-sum-exp of a query row is stored.
 template <class View>
 __device__ const float* lse_of_row(const score_problem<View>& p, const sum_shape& shape, const scored_head& at,
                                    index_t row, index_t query) {
@@ -132,8 +132,8 @@ __device__ const float* lse_of_row(const score_problem<View>& p, const sum_shape
   return p.lse.row(at.sequence, query / at.group, at.head * at.group + query % at.group);
 }
 
-/// Keys stay in registers and queries stream from shared memory, so a token's score is one warp's running sum: no
-/// partial results, and the cost of a row of queries does not depend on how many there are.
+/// Keys stay in registers and queries stream from shared memory. So a token's score is one warp's running sum: there
+/// are no partial results, and the cost of a row of queries does not depend on how many rows there are.
 template <class View, class Scorer>
 struct sum_kernel {
   using T = typename View::element_type;
@@ -143,7 +143,7 @@ struct sum_kernel {
   static constexpr int chunk_rows = D <= 192 ? 64 : 32, row_bytes = score_rows_staged<D>().bytes();
   static constexpr int chunk_bytes = chunk_rows * (row_bytes + 8);  // queries, then log-sum-exps, then positions
   static constexpr int key_bytes = warp_tokens * row_bytes;
-  /// A sum that later calls go on with is made row by row, so that chunks of queries give the bits of one call.
+  /// A sum that later calls continue is added row by row, so that chunks of queries give the bits of one call.
   static constexpr bool in_order = Scorer::observed == observes::every_query;
 
   static std::size_t shared_bytes(const sum_shape& shape, index_t rows) {
@@ -182,7 +182,7 @@ struct sum_kernel {
 
   using token_sums = score_sums<key_tiles, in_order, joins_rows_by<Scorer> == row_join::maximum>;
 
-  /// What a chunk's rows make of a warp's tokens.
+  /// Adds to the scores of a warp's tokens what a chunk's rows contribute.
   __device__ static void consume(const problem_type& p, const Scorer& scorer, const scored_head& at,
                                  const std::uint32_t (&k)[key_tiles][D / 16][4],
                                  const index_t (&key_position)[key_tiles * 2], const token_span& span, chunk_view chunk,
@@ -213,7 +213,7 @@ struct sum_kernel {
         }
       }
       float row_lse[2][2];
-      float check = 0;  // finite as long as everything is: one addition a logit is cheaper than a comparison
+      float check = 0;  // finite while all logits are: an addition a logit is cheaper than a comparison
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -231,7 +231,8 @@ struct sum_kernel {
 #pragma unroll
         for (int i = 0; i < key_tiles * 8; ++i) {
           float& x = s[i / 8][i / 4 % 2][i % 4];
-          // Rounded before `weigh` sees it: fused into its subtraction, the bits would differ from the branch below.
+          // Rounded before `weigh` gets it: if it were fused into the subtraction there, the bits would differ from the
+          // branch below.
           x = scorer.weigh(__fmul_rn(x, scale), row_lse[i / 4 % 2][i % 2]);
         }
         if (group + 16 > rows) {
@@ -248,7 +249,7 @@ struct sum_kernel {
           const index_t position = positions[group + i / 4 % 2 * 8 + lane % 4 * 2 + i % 2];
           x = p.rule.cap(__fmul_rn(x, scale));
           x = x < infinity ? x : nanf("");
-          // A row that sees nothing says nothing, and nor does a token that is not seen.
+          // A row that sees no token adds nothing, and neither does a token that the row does not see.
           const bool counts = p.rule.visible(position, key_position[i / 8 * 2 + i % 4 / 2]) && of_row != -infinity;
           x = counts ? scorer.weigh(x, of_row) : 0.0f;
         }
@@ -288,7 +289,7 @@ struct sum_kernel {
         }
         commit_copies();
       };
-      __syncthreads();  // all warps have left the chunks of the row before
+      __syncthreads();  // all warps have finished with the previous row's chunks
       if (resident) {
         for (index_t c = 0; c < chunks; ++c) load_chunk(p, shape, at, row, c, chunk_at(c));
         commit_copies();
@@ -338,7 +339,8 @@ struct sum_kernel {
                     (min)(chunk_rows, at.query_rows - c * chunk_rows), lane, sums);
           }
         } else {
-          // Queries before the block's first token do not see it, nor do those a window behind its last.
+          // Queries before the block's first token do not see it. Queries more than a window after its last token do
+          // not either.
           const token_span all = token_span::read(p.view, at, t * tile, tile);
           index_t past = chunks;
           if (p.rule.sliding_window > 0) {

@@ -1,4 +1,4 @@
-// What both passes by products of four warps share: how keys are copied to shared memory, and which of them need no
+// What both passes with products of four warps share: copies of keys to shared memory, and which keys need no
 // comparison of positions.
 #pragma once
 
@@ -11,9 +11,9 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// How many first slots of a head every query row sees, where no logits are capped. No two slots have the same
-/// position, so the last one's position bounds all: slot s lies tokens - 1 - s positions before it, or more. 0 where
-/// windows slide.
+/// How many of a head's first slots every query row sees, if no logits are capped. No two slots have the same position,
+/// so the last slot's position bounds all others: slot s lies at least tokens - 1 - s positions before it. 0 with
+/// sliding windows.
 template <class View>
 __device__ index_t slots_seen_by_all(const score_problem<View>& p, const scored_head& at) {
   if (at.tokens == 0 || at.query_rows == 0 || p.rule.soft_cap > 0 || p.rule.sliding_window > 0) return 0;
@@ -22,10 +22,10 @@ __device__ index_t slots_seen_by_all(const score_problem<View>& p, const scored_
   return index_t((max)(offset_t(0), (min)(offset_t(at.tokens), seen)));
 }
 
-/// `rule.cap` out of line, so that its many instructions are not in the way where nothing is capped.
+/// `rule.cap` out of line, so that its many instructions do not slow down code without a cap.
 __device__ __noinline__ inline float capped_logit(const logit_rule& rule, float scaled) { return rule.cap(scaled); }
 
-/// Copies keys of one head to shared memory, 16 by a warp at a time, in the layout of wide_product::offset for parts of
+/// Copies keys of one head to shared memory, 16 per warp at a time, in the layout of wide_product::offset for parts of
 /// `Rows` rows.
 template <class View, int Rows>
 class wide_keys {
@@ -68,7 +68,7 @@ class wide_keys {
   }
 
  private:
-  /// The last three bits of a row's number exchange its chunks; those of later rows differ by constants.
+  /// The last three bits of a row's number permute its chunks, so the addresses of later rows differ by constants.
   __device__ __forceinline__ void copy_rows(const unsigned char* from, offset_t stride, std::uint32_t to) const {
 #pragma unroll
     for (int i = 0; i < 16 / together; ++i) {

@@ -10,8 +10,8 @@ namespace cuda {
 namespace detail {
 
 /// Groups of four warps hold all query rows in registers, 16 a warp, and keys stream through a ring of each group. A
-/// group takes every fourth split of its block's share: it is alone with a split, whose tokens are summed in one order
-/// whatever the length or the batch.
+/// group takes every fourth split of its block's share. No other group works on that split, so its tokens are summed in
+/// one order whatever the length or the batch.
 template <class View>
 struct wide_lse_kernel {
   using T = typename View::element_type;
@@ -33,8 +33,8 @@ struct wide_lse_kernel {
     }
   };
 
-  /// Adds the products s of 64 tokens. `Careful` masks, caps and passes over logits that are no numbers; for the others
-  /// both give the same bits.
+  /// Adds the products s of 64 tokens. `Careful` masks, caps and skips logits that are NaN. For other logits both
+  /// variants give the same bits.
   template <bool Careful>
   __device__ __forceinline__ static void add(const problem_type& p, const scored_head& at, float scale,
                                              index_t first_query, index_t first_token, typename wide::sums& s, int lane,
@@ -91,7 +91,7 @@ struct wide_lse_kernel {
     wide::finish(s);
   }
 
-  /// Adds the products of tile `t`. `sure`: every row sees all of it, and nothing is capped.
+  /// Adds the products of tile `t`. `sure`: every row sees all of the tile, and nothing is capped.
   __device__ __forceinline__ static void add_tile(const problem_type& p, const scored_head& at, float scale,
                                                   index_t first_query, index_t t, bool sure, typename wide::sums& s,
                                                   int lane, running& state) {
@@ -193,7 +193,7 @@ struct wide_lse_kernel {
         commit_copies();
       };
       running state;
-      wait_at(1 + group, 128);  // the ring is free: all warps of the group have left the row before
+      wait_at(1 + group, 128);  // the ring is free: all warps of the group have finished the previous row
       for (int s = 0; s < stages - 1; ++s) bring(s);
       for (index_t i = 0; tile_of(i) < last_tile; ++i) {
         const index_t t = tile_of(i);

@@ -1,4 +1,4 @@
-// Scoring, second pass by products of four warps at a time (wgmma): what up to 64 query rows make of each token.
+// Scoring, second pass with products of four warps (wgmma): adds up what up to 64 query rows contribute to each token.
 #pragma once
 
 #include <climits>
@@ -11,7 +11,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// All query rows lie in shared memory; a warp brings the keys of its 16 tokens to its own ring, from there to
+/// All query rows lie in shared memory. A warp copies the keys of its 16 tokens to its own ring and from there to
 /// registers, and waits for no other warp.
 template <class View, class Scorer>
 struct wide_sum_kernel {
@@ -26,7 +26,7 @@ struct wide_sum_kernel {
     return std::size_t(align + query_bytes + warps * stages * key_bytes) + std::size_t(rows) * sizeof(index_t);
   }
 
-  /// What the engine, or the first pass, says of the query rows.
+  /// Facts about the query rows, from the engine or the first pass.
   struct row_facts {
     alignas(8) float lse[rows_held];
     index_t positions[rows_held];  // INT_MIN where there is no query
@@ -45,7 +45,7 @@ struct wide_sum_kernel {
       facts.positions[query] = query < at.query_rows ? at.position_of(query) : INT_MIN;
     }
   }
-  /// Returns whether a row says nothing. By all threads; ends with a barrier.
+  /// Returns whether some row contributes nothing. All threads call it; it ends with a barrier.
   __device__ static bool load_lse(const problem_type& p, const sum_shape& shape, const scored_head& at, index_t row,
                                   row_facts& facts) {
     const index_t query = index_t(threadIdx.x);
@@ -55,15 +55,15 @@ struct wide_sum_kernel {
     return __syncthreads_or(!(lse > -infinity));
   }
 
-  /// What the rows make of a warp's tokens, from their products. `Sure`: all rows see all of them, none is capped, and
-  /// every row says something; logits that are no numbers make it return false. Both ways give the same bits.
+  /// What the rows contribute to a warp's tokens, from their products. `Sure`: all rows see all tokens, no logit is
+  /// capped, and every row contributes; a logit that is NaN makes it return false. Both variants give the same bits.
   template <bool Sure>
   __device__ __forceinline__ static bool weigh(const problem_type& p, const Scorer& scorer, const scored_head& at,
                                                float scale, const typename wide::sums& product, index_t mine,
                                                const row_facts& facts, int lane, token_sums& sums) {
     index_t key_position[2];
     if constexpr (Sure) {
-      float check = 0;  // finite as long as everything is: one addition a logit is cheaper than a comparison
+      float check = 0;  // finite while all logits are: an addition a logit is cheaper than a comparison
 #pragma unroll
       for (int n = 0; n < 8; ++n) check += (product[n][0] + product[n][1]) + (product[n][2] + product[n][3]);
       if (!__all_sync(~0u, check - check == 0)) return false;
@@ -91,7 +91,8 @@ struct wide_sum_kernel {
             s[0][n][i] = scorer.weigh(x, of_row);
           } else {
             if (p.rule.soft_cap > 0) x = capped_logit(p.rule, x);
-            // A row that sees nothing says nothing, and nor does a token that is not seen, or a row that is not there.
+            // A row that sees no token adds nothing; neither does a token that is not seen, nor a row that does not
+            // exist.
             const bool counts =
                 p.rule.visible(facts.positions[first + i % 2], key_position[i / 2]) && of_row != -infinity;
             s[0][n][i] = counts ? scorer.weigh(x < infinity ? x : nanf(""), of_row) : 0.0f;
@@ -147,9 +148,9 @@ struct wide_sum_kernel {
       const index_t first_tile = begin - row_begin, count = stop - begin;
       begin = stop;
       const index_t newest = at.query_rows > 0 ? at.position_of(at.query_rows - 1) : INT_MIN;
-      // From the newest tile backwards: those are what the first pass has left in the L2.
+      // From the newest tile backwards: the first pass has left the newest tiles in the L2.
       const auto first_of_tile = [&](index_t i) { return (first_tile + count - 1 - i) * tile; };
-      // What four warps multiply together, they bring together.
+      // Four warps that multiply keys together copy those keys together.
       const auto seen = [&](index_t of_group) {
         return at.query_rows > 0 && of_group < at.tokens &&
                token_span::read(p.view, at, of_group, 64).seen_by_any(p.rule, at.first_position, newest);
@@ -168,13 +169,13 @@ struct wide_sum_kernel {
         }
         commit_copies();
       };
-      __syncthreads();  // all warps have left the queries of the row before
+      __syncthreads();  // all warps have finished with the previous row's queries
       load_queries(p, at, queries, facts);
       commit_copies();
       for (int s = 0; s < stages; ++s) put(s);
       wait_copies<stages>();
       wide::publish();
-      if (waits) wait_for_earlier();  // here the first pass's sums begin to be read, and scores to be written
+      if (waits) wait_for_earlier();  // from here on the first pass's sums are read and scores are written
       waits = false;
       if (load_lse(p, shape, at, row, facts)) sure_tokens = 0;
       for (index_t i = 0; i < count; ++i) {

@@ -1,4 +1,4 @@
-// Sums over a prompt's queries on the GPU, chunk by chunk: what mean and covariance are made of.
+// Sums over a prompt's queries on the GPU, chunk by chunk; mean and covariance are computed from them.
 #pragma once
 
 #include <algorithm>
@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(Threads)
   turns[i] = turn;
 }
 
-/// blockIdx: x a tile of the lower triangle, y a query head. Queries are turned back to position 0 and added one after
-/// another, so chunks of any size give the same bits. A query that is not finite is left out.
+/// blockIdx: x a tile of the lower triangle, y a query head. Queries are rotated back to position 0 and added one after
+/// another, so chunks of any size give the same bits. Queries that are not finite are left out.
 template <class T, int D>
 __global__ void __launch_bounds__(sums_threads)
     sum_queries_entry(rows_view<const T> q, const double2* turns, offset_t* counts, double* sums, double* products) {
@@ -114,7 +114,7 @@ class query_sums {
     check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // streams of the caller's do not wait for it
   }
 
-  /// Adds the queries of positions `first`, `first` + 1, ... that are at `least` or behind it.
+  /// Adds the queries of positions `first`, `first` + 1, ..., but only those at position `least` or later.
   void add(std::size_t entry, const rows_view<const T>& q, index_t first, index_t least, cudaStream_t stream) {
     const query_statistics to = statistics(entry, stream);
     constexpr int tiles = (D + detail::sums_tile - 1) / detail::sums_tile;
@@ -132,7 +132,7 @@ class query_sums {
     }
   }
 
-  /// The statistics of what has been added since the entry was forgotten.
+  /// The statistics of all queries added since the entry was last forgotten.
   query_statistics statistics(std::size_t entry, cudaStream_t stream) {
     double* data = memory_.data() + std::size_t(entry) * entry_doubles();
     if (empty_[entry]) {

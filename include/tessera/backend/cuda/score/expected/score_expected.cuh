@@ -11,8 +11,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Which kernel a program has depends on the architecture that it was compiled for. The host reads the bound on a
-/// block's threads, in which the two kernels differ.
+/// Selects the kernel by the architecture that the code was compiled for. The host reads the bound on a block's
+/// threads, in which the two kernels differ.
 template <class View, class Scorer, bool Wide = compiled_for_hopper && fits_wide_products<View::k_dim>>
 using expected_kernel_of =
     std::conditional_t<Wide, expected_hopper_kernel<View, Scorer>, expected_kernel<View, Scorer>>;
@@ -66,11 +66,11 @@ __global__ void __launch_bounds__(Threads)
 /// the same bits.
 /// Shapes   scores [rows, row_stride], row = sequence * kv_heads + head; statistics, next [sequences], frequencies
 ///          [k_dim / 2], all on the device.
-/// Errors   rows that do not begin on 16 bytes, more query heads than 64 a kv_head, more than the limits:
+/// Errors   rows that do not begin on 16 bytes, more than 64 query heads a kv_head, more than the limits:
 ///          tessera::error.
 /// Workspace  logits of every query head, and their covariances.
-/// Cost     K once for each query head of the group, or for each two of them on Hopper, most of it from the L2; k_dim
-///          squared products a token and query head on the tensor cores.
+/// Cost     K is read once for each query head of the group (on Hopper, once for each two of them), most of it from the
+///          L2; k_dim squared products a token and query head on the tensor cores.
 template <class View, statistical_scorer Scorer>
 class score_expected {
   using T = typename View::element_type;

@@ -1,4 +1,4 @@
-// The decode attention kernel: one pass over K and V, cut evenly over the machine whatever the lengths.
+// The decode attention kernel: one pass over K and V, cut evenly among the blocks whatever the lengths.
 #pragma once
 
 #include "../../../device/barrier.cuh"
@@ -12,7 +12,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// How parts of a row become its output: parts of a block's warps, and parts of several blocks.
+// How a row's parts become its output: first the parts of a block's warps, then the parts of several blocks.
 
 namespace detail {
 
@@ -24,23 +24,23 @@ struct decode_merge : decode_block<View, Out> {
   using base::scratch, base::threads, base::used, base::warp, base::warps;
   using typename base::segment;
   static constexpr int D = View::k_dim, Dv = View::v_dim;
-  /// Parts of a row that a warp reads at once when they are merged: one after the other, their latencies were most of a
-  /// short step. More registers than the loop over tiles leaves would spill, and what is spilled comes back behind the
-  /// copies: 17 at once cost 0.7 us of 14 (H200, CUDA 13.0).
+  /// How many parts of a row a warp loads at once when it merges them. Loaded one after the other, their latencies were
+  /// most of a short step. More would need more registers than the loop over tiles leaves, and spilled values are
+  /// reloaded behind the copies: 17 at once cost 0.7 us of 14 (H200, CUDA 13.0).
   static constexpr int parts_at_once = D + Dv <= 256 ? 8 : 6;
-  /// The same in a block that has no other work left, for a row much longer than the others.
+  /// The same for a row much longer than the others, in a block that has no other work left.
   static constexpr int many_parts_at_once = 32;
   static_assert(many_parts_at_once <= 32, "tessera: a lane of a warp holds the state of one part");
   __device__ static bool has_many(const row_parts& of) { return of.count > 2 * parts_at_once; }
-  /// Of a row of very many parts the blocks that arrive last merge some query rows each: one block alone would wait for
-  /// its share of the L2's bandwidth, 188 KB for 92 parts. Sharing helps 92 parts (a step of 32.2 us, 33.3 alone) and
-  /// costs time with 38 (40.9, 40.1 alone; H200, CUDA 13.0).
+  /// How many blocks may merge one row. If a row has very many parts, each of the blocks that arrive last merges some
+  /// of its query rows: one block alone would be limited by its share of the L2's bandwidth (188 KB for 92 parts).
+  /// Sharing speeds up 92 parts (a step of 32.2 us, 33.3 alone) and slows down 38 (40.9, 40.1 alone; H200, CUDA 13.0).
   static constexpr index_t max_mergers = 4;
   __device__ index_t mergers_of(const row_parts& of) const {
     return of.count > 2 * many_parts_at_once ? (min)(max_mergers, index_t(used * groups)) : 1;
   }
 
-  /// The weight that turns a row's summed output into its output. The leader writes the row's log-sum-exp.
+  /// Returns the factor that turns a row's summed output into its output. The leader writes the row's log-sum-exp.
   __device__ float finish(const decode_row& at, int r, float max2, float sum, bool leader) const {
     const index_t token = small_quotient(first_query + r, group);
     const index_t q_head = at.head * group + first_query + r - token * group;
@@ -66,7 +66,7 @@ struct decode_merge : decode_block<View, Out> {
   __device__ void write_empty_row(const decode_row& at) const {
     for_each_four([&](int r, int d) { write(at, r, d, float4{}, finish(at, r, -infinity, 0, d == 0)); });
   }
-  /// Writes rows without tokens: they have no tile, and so no block.
+  /// Writes the output of rows without tokens: such rows have no tile and hence no block.
   __device__ void write_empty_rows() const {
     for (index_t row = blockIdx.x; row < rows; row += index_t(gridDim.x)) {
       if (ends[row] != base::begin_of(row)) continue;
@@ -89,7 +89,7 @@ struct decode_merge : decode_block<View, Out> {
     float top, sum;
     float4 x;
   };
-  /// Merges `parts` parts, at most `Most`, given by `state_of(part)` and `out_of(part)`.
+  /// Merges `parts` parts, at most `Most`, which `state_of(part)` and `out_of(part)` give.
   template <int Most, class StateOf, class OutOf>
   __device__ static merged_four merge_four(int parts, const StateOf& state_of, const OutOf& out_of) {
     merged_four all{-infinity, 0, {}};
@@ -111,14 +111,14 @@ struct decode_merge : decode_block<View, Out> {
     }
     return all;
   }
-  /// Merges a query row's parts of the block's warps.
+  /// Merges the parts of a query row that the block's warps hold.
   __device__ merged_four merge_warps_four(int r, int d) const {
     return merge_four<warps>(
         warps, [&](int w) { return states_of(w)[r]; },
         [&](int w) { return *reinterpret_cast<const float4*>(outs_of(w) + r * merge_pitch(Dv) + d); });
   }
 
-  /// Merges the block's warps: writes the row's output if this part is the whole row, else a part for `merge_parts`.
+  /// Merges the block's warps. If this part is the whole row, writes the row's output, else a part for `merge_parts`.
   __device__ void merge_warps(const segment& of, bool whole) const {
     for_each_four([&](int r, int d) {
       const merged_four own = merge_warps_four(r, d);
@@ -132,13 +132,13 @@ struct decode_merge : decode_block<View, Out> {
     });
   }
 
-  /// The shares of warps that merge a row together, for the first of them.
+  /// What warps that merge a row together hand to the first of them.
   struct merge_shares {
     float4 out[warps][32];
     float2 state[warps];
   };
 
-  /// Merges a row's parts if this block is among the last to arrive. The bits do not depend on which block it is.
+  /// Merges a row's parts if this block is among the last to arrive. The bits do not depend on which block merges.
   template <int AtOnce>
   __device__ void merge_parts(const decode_row& at, index_t row, const row_parts& of, int* flag,
                               merge_shares& shares) const {
@@ -151,9 +151,9 @@ struct decode_merge : decode_block<View, Out> {
                         });
   }
 
-  /// Sums `parts` parts that lie one after the other from `first` on, and calls `take(r, d, maximum, sum, outputs)`
-  /// with every lane of a warp for the query rows of the merger `mine` and output dims d to d + 3, some of them beyond
-  /// the last one. Warps that would idle take a share of the parts.
+  /// Sums `parts` consecutive parts, of which `first` is the first. All lanes of a warp then call `take(r, d, maximum,
+  /// sum, outputs)` for the query rows of the merger `mine` and output dims d to d + 3, of which some may lie beyond
+  /// the last dim. Warps that would be idle take a share of the parts.
   template <int AtOnce, class Take>
   __device__ void merge_slots(offset_t first, index_t parts, index_t mine, index_t mergers, merge_shares& shares,
                               const Take& take) const {
@@ -196,7 +196,8 @@ struct decode_merge : decode_block<View, Out> {
     }
   }
   /// Adds parts [begin, end) of the query row at `base` to a maximum, a sum and a lane's four outputs. The maximum is
-  /// that of 32 parts, and which products are fused is written out: the same bits however many are read at once.
+  /// updated once per 32 parts, and fused products are written out: the bits do not depend on how many parts are read
+  /// at once.
   template <int AtOnce>
   __device__ void sum_parts(offset_t base, int d, index_t begin, index_t end, float& top, float& sum, float4& x) const {
     const float2* states = scratch.state + base + begin * rows_per_block;
@@ -204,7 +205,7 @@ struct decode_merge : decode_block<View, Out> {
 #pragma unroll 1
     for (; begin < end; begin += 32) {
       const index_t here = (min)(index_t(32), end - begin);
-      // A lane has the state of one part.
+      // Each lane holds the state of one part.
       const float2 state = lane < here ? __ldcg(states + lane * rows_per_block) : make_float2(-infinity, 0);
       float factor = 0;
 #pragma unroll 1
@@ -240,11 +241,12 @@ struct decode_merge : decode_block<View, Out> {
       outs += 32 * rows_per_block * Dv;
     }
   }
-  static constexpr int groups = (Dv / 4 + 31) / 32;  // of 32 lanes, four output dims each
+  static constexpr int groups = (Dv / 4 + 31) / 32;  // groups of 32 lanes; a lane has four output dims
 
-  /// Which of a row's `mergers` this block is; they are the last of its `parts` to arrive. -1 for other blocks. Mergers
-  /// wait until all parts have arrived, and then see what they wrote. The wait ends: a block arrives before it waits,
-  /// and missing blocks run already or begin before any later launch.
+  /// Returns which of a row's `mergers` this block is, or -1 if it is none of them. The mergers are the last of the
+  /// row's `parts` blocks to arrive. They wait until all parts have arrived, and then see what the other blocks wrote.
+  /// The wait always ends: a block arrives before it waits, and missing blocks run already or begin before any later
+  /// launch.
   __device__ index_t arrive(index_t row, index_t parts, index_t mergers, int* flag) const {
     if (threadIdx.x == 0) {
       unsigned* arrived = scratch.arrived + offset_t(blockIdx.y) * scratch.max_rows + row;
@@ -277,8 +279,8 @@ struct decode_kernel : decode_merge<View, Out> {
   static constexpr int D = View::k_dim, stages = base::config::stages;
 
   /// Loads queries to registers, before the tiles. Through shared memory they would need a barrier behind the copies,
-  /// which waits until the slowest warp has issued all of its tiles (slower by 1.8 us, spilled registers included). A
-  /// barrier for the queries alone gained nothing and cost 0.8 us in pages (H200, CUDA 13.0, B1 8K).
+  /// which waits until the slowest warp has issued all of its tiles: slower by 1.8 us, spilled registers included. A
+  /// barrier for the queries alone gained nothing, and cost 0.8 us with paged tables (H200, CUDA 13.0, B1 8K).
   __device__ void load_queries(const decode_row& at, queries_type& asked) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -289,7 +291,7 @@ struct decode_kernel : decode_merge<View, Out> {
     }
   }
 
-  /// Positions of the step's first token, and of the first and the last token of a span.
+  /// The positions of the step's first token, and of a span's first and last token.
   struct span_positions {
     index_t step, first, last;
   };
@@ -300,7 +302,7 @@ struct decode_kernel : decode_merge<View, Out> {
     return {p.first_position[of.source.sequence], position_of(of.source, of.first_tile * tile),
             position_of(of.source, (min)(of.last_tile * tile, of.source.count) - 1)};
   }
-  /// Whether all query rows see all tokens between two. Positions ascend, so the ends tell.
+  /// Whether all query rows see all tokens of the span. Positions ascend, so its first and last token decide.
   __device__ bool all_visible(const span_positions& at) const {
     return at.last <= at.step + small_quotient(first_query, group) &&
            (p.rule.sliding_window <= 0 || p.rule.visible(at.step + p.q.tokens - 1, at.first));
@@ -337,13 +339,14 @@ struct decode_kernel : decode_merge<View, Out> {
     state.close();
   }
 
-  /// Prefetches the slots of tiles [first, last) before K and V fill the memory's queues, where slots would wait too.
+  /// Prefetches the slots of tiles [first, last) before copies of K and V fill the memory queues, where slots would
+  /// wait too.
   __device__ void prefetch_indices(const index_t* chosen, index_t first, index_t last, index_t count) const {
     const index_t token = first * tile + index_t(threadIdx.x) * 32;  // 128 bytes a thread
     if (token < (min)(last * tile, count)) prefetch_line(chosen + token);
   }
 
-  /// The pieces of a row, where every step cuts the tiles of all rows evenly.
+  /// The pieces of a row when every step cuts the tiles of all rows evenly.
   struct even_rows {
     even_pieces cut;
     static constexpr bool planned = false;
@@ -353,7 +356,7 @@ struct decode_kernel : decode_merge<View, Out> {
       return {first, cut.piece_of(of.row_end - 1) - first + 1};
     }
   };
-  /// The same where a split may have been made ahead. `planned`: this block reads its part of one row.
+  /// The same when a split may have been made ahead. `planned`: this block reads its part of one row.
   struct split_rows {
     even_rows even;
     bool planned;
@@ -363,7 +366,7 @@ struct decode_kernel : decode_merge<View, Out> {
     __device__ row_parts parts_of(const segment& of) const { return planned ? part : even.parts_of(of); }
   };
 
-  /// Reads this block's piece, which begins with `now`.
+  /// Reads this block's piece. Its first segment is `now`.
   template <class Cut>
   __device__ void run(const Cut& cut, segment now, int* flag, merge_shares& shares) const {
     const index_t end = cut.end();
@@ -377,8 +380,9 @@ struct decode_kernel : decode_merge<View, Out> {
     queries_type asked;
 #pragma unroll 1
     while (true) {
-      // A row's first tiles are fetched before the previous row is merged: the merge hides their latency. Small loads
-      // come before them; behind them they would wait until all tiles have arrived.
+      // The next row's first tiles are fetched before the previous row is merged, so that the merge hides their
+      // latency. Small loads are issued before these tiles: issued behind them, they would wait until all tiles have
+      // arrived.
       if (more) {
         if (now.source.chosen) prefetch_indices(now.source.chosen, now.first_tile, now.last_tile, now.source.count);
         staging.find(p.view, now.source, now.first_tile, now.last_tile, tokens_from, lane);
@@ -391,7 +395,7 @@ struct decode_kernel : decode_merge<View, Out> {
         base::template merge_parts<parts_at_once>(arrived_at, arrived_row, arrived, flag, shares);
       }
       if (p.chosen.indices && now.row_end < end) {
-        // A block that continues with the next row will find its slots in the L2.
+        // The block that continues with the next row will find its slots in the L2.
         const index_t tiles = (min)(end, now.next_end) - now.row_end - base::restart;
         prefetch_indices(p.chosen.row(now.row + 1), 0, tiles, (tiles - 1) * tile + 1);
       }
@@ -416,7 +420,7 @@ struct decode_kernel : decode_merge<View, Out> {
         now = base::segment_at(row, begin, end);
       }
     }
-    // The last row's parts are merged after the loop: its registers are free, so many parts are read at once.
+    // The last row's parts are merged after the loop, when its registers are free and many parts can be read at once.
     if (base::has_many(arrived)) {
       base::template merge_parts<base::many_parts_at_once>(arrived_at, arrived_row, arrived, flag, shares);
     } else if (arrived.count > 1) {
@@ -438,8 +442,8 @@ __global__ void __launch_bounds__(decode_kernel<View, Out>::threads, decode_kern
   kernel block(problem, scratch, memory, ends);
   typename kernel::segment first{};
   block.touch_parameters(scan.warp_total);
-  wait_for_earlier();  // lengths, K, V, queries, and the workspace that the step before may still merge in
-  let_later_begin();   // now or just before the merges: the same times
+  wait_for_earlier();  // lengths, K, V, queries, and the workspace, in which the previous step may still merge
+  let_later_begin();   // just before the merges takes the same time
   if constexpr (Split == decode_split::ahead) {
     row_parts own{};
     const bool planned = block.find_split(first, own);

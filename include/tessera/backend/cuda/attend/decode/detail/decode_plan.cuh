@@ -1,5 +1,5 @@
-// Which block of decode attention reads which tokens: the tuning of its kernel, how a step cuts the tiles of all rows
-// into pieces, and how they are split ahead.
+// Which block of decode attention reads which tokens: the kernel's tuning, how a step cuts the tiles of all rows into
+// pieces, and how rows are split ahead.
 #pragma once
 
 #include <type_traits>
@@ -14,18 +14,18 @@ namespace cuda {
 
 /// How a block of the decode kernel stages K and V.
 struct decode_tuning {
-  int warps = 8;    ///< of a block; each stages and reads tiles of its own
-  int tokens = 16;  ///< of a warp's tile, 16 or 32
-  int stages = 3;   ///< tiles of a warp's ring, one of which is being read
-  int blocks = 1;   ///< wanted on a multiprocessor
+  int warps = 8;    ///< warps of a block; each stages and reads its own tiles
+  int tokens = 16;  ///< tokens of a warp's tile, 16 or 32
+  int stages = 3;   ///< tiles in a warp's ring; one of them is being read
+  int blocks = 1;   ///< blocks wanted on a multiprocessor
 };
 
 namespace detail {
 
 inline constexpr int rows_per_block = 16;  // query rows of a matrix product
 
-/// How a view's rows lie in shared memory: as they are stored, fp8 with its scales behind it; or, of any other
-/// encoding, decoded.
+/// How a view's rows lie in shared memory: plain and fp8 rows as they are stored, fp8 followed by its scales. Rows of
+/// any other encoding are decoded.
 template <class View>
 struct decode_format {
   using encoding_type = typename View::encoding_type;
@@ -42,7 +42,7 @@ template <class View>
 TESSERA_HD constexpr int stage_bytes(const decode_tuning& tuning) {
   return tuning.tokens * decode_format<View>::token_bytes;
 }
-/// Floats of one partial output row in shared memory: 8 apart modulo the 32 banks.
+/// Floats from one partial output row in shared memory to the next: neighbouring rows begin 8 banks apart.
 TESSERA_HD constexpr int merge_pitch(int v_dim) { return v_dim + 8; }
 /// Bytes of one warp's ring. The warp's partial output overwrites it at the end.
 template <class View>
@@ -66,11 +66,12 @@ inline constexpr int compiled_capability = 90;
 
 }  // namespace detail
 
-/// Tuned on sm_90 (H200, CUDA 13.0); the others follow from their shared memory and have not been timed.
+/// Tuned on sm_90 (H200, CUDA 13.0). The other values follow from the architecture's shared memory and have not been
+/// timed.
 template <class View>
 TESSERA_HD constexpr decode_tuning decode_tuning_for(int compute_capability) {
-  // Bytes that rings may take on one multiprocessor; the rest is 4 KiB of row ends, as much of a merge's shares, and
-  // the system's.
+  // Bytes that rings may take on one multiprocessor. The rest holds 4 KiB of row ends, as much of a merge's shares, and
+  // what the system reserves.
   const bool small_chip = compute_capability == 86 || compute_capability == 89 || compute_capability >= 120;
   const int shared = (small_chip ? 89 : compute_capability < 89 ? 152 : 212) * 1024;
   decode_tuning tuning;
@@ -98,14 +99,14 @@ struct decode_config {
 inline constexpr int max_rows = 1024;  // (sequence, kv_head) rows whose tile counts fit the block's scan
 inline constexpr int max_blocks = max_pieces;
 
-/// The part that a block reads by a split that was made ahead.
+/// The part that a block reads under a split made ahead.
 struct alignas(16) split_piece {
   index_t row, part, parts, kind;
   /// A workspace begins with `cut_each_step`.
   static constexpr index_t cut_each_step = 0, part_of_row = 1, nothing = 2;
 };
 
-/// The pieces that hold a row, one a block.
+/// The pieces that hold a row. Each piece belongs to one block.
 struct row_parts {
   index_t first_piece, count;
 };
@@ -116,21 +117,21 @@ struct decode_scratch {
   unsigned* arrived;         // [query blocks, max_rows]: parts of a row that are written
   float* out;                // [query blocks, slots, 16, v_dim]
   float2* state;             // [query blocks, slots, 16] maximum (base 2) and sum
-  index_t max_rows;          // of the operation; a problem may have fewer
-  index_t slots;             // upper bounds of pieces and rows, added
+  index_t max_rows;          // upper bound; a problem may have fewer
+  index_t slots;             // upper bounds of pieces and of rows, added
 };
 
-/// How many pieces, one a block, `tiles` tiles of `rows` rows are cut into. Pieces end where rows do when rows are
-/// equal and divide them. A block that straddles two rows pays for another merge.
+/// Into how many pieces, one per block, `tiles` tiles of `rows` rows are cut. If rows are equal and divide the pieces,
+/// pieces end where rows do: a block that straddles two rows pays for another merge.
 __device__ inline index_t decode_pieces(index_t tiles, index_t most, index_t rows, bool equal) {
   const index_t count = (min)(most, (max)(tiles, 1));
-  // Short pieces of equal rows: as many as rows divide, if that idles few blocks, so that they need fewer merges. Long
-  // pieces want every multiprocessor (B8 128K: 944 us on 132, 967 us on 128; H200, CUDA 13.0).
+  // Short pieces of equal rows: as many pieces as the rows divide, if few blocks are idle then, so that fewer merges
+  // are needed. Long pieces need every multiprocessor (B8 128K: 944 us on 132, 967 us on 128; H200, CUDA 13.0).
   const index_t spare = equal && rows <= count ? count - small_quotient(count, rows) * rows : count;
   const index_t even = spare * 16 <= count && tiles < count * 128 ? count - spare : count;
-  // A merge through global memory takes longer than a second tile, or than a third and a fourth where most
-  // multiprocessors have a row (64 rows of 512 tokens: 10.0 us in halves, 9.0 whole; 8 rows: 6.4 us in quarters, 8.0
-  // whole; 8 rows of 256: 6.3 in halves, 5.7 whole; H200, CUDA 13.0).
+  // A merge through global memory takes longer than reading a second tile; where most multiprocessors have a row, it
+  // takes longer than reading a third and a fourth (64 rows of 512 tokens: 10.0 us in halves, 9.0 whole; 8 rows: 6.4 us
+  // in quarters, 8.0 whole; 8 rows of 256: 6.3 in halves, 5.7 whole; H200, CUDA 13.0).
   return rows < even && (tiles <= rows * 2 || (tiles <= rows * 4 && rows * 3 > even)) ? rows : even;
 }
 
@@ -149,16 +150,16 @@ struct decode_block {
   const problem_type& p;
   const decode_scratch& scratch;
   unsigned char* memory;  // rings, then partial outputs
-  index_t* ends;          // of rows, in tiles
+  index_t* ends;          // where each row ends, in tiles
   index_t rows, group, query_rows, first_query;
-  index_t restart = 0;  // tiles that a row's beginning counts for when work is cut
+  index_t restart = 0;  // tiles of work that beginning a row counts for
   int used;             // query rows of this block
   int warp, lane;
 
   /// The part of a piece that lies in one row.
   struct segment {
-    index_t row, row_begin, row_end;  // in tiles of all rows; `restart` of them stand before a row's beginning
-    index_t next_end;                 // of the next row, if there is one
+    index_t row, row_begin, row_end;  // in tiles of all rows; `restart` of them stand before a row's first tile
+    index_t next_end;                 // where the next row ends, if there is one
     index_t first_tile, last_tile;    // in tiles of this row
     decode_row source;
   };
@@ -175,9 +176,9 @@ struct decode_block {
     lane = threadIdx.x % 32;
   }
 
-  /// Brings the launch's parameters to the constant cache, a line of 64 bytes at a time, while earlier launches run.
-  /// Otherwise each line is waited for at its first use (0.3 us of a step; H200, CUDA 13.0). The sum only keeps the
-  /// loads.
+  /// Loads the launch's parameters into the constant cache, a line of 64 bytes at a time, while earlier launches run.
+  /// Otherwise the kernel waits for each line at its first use (0.3 us of a step; H200, CUDA 13.0). The sum only keeps
+  /// the compiler from removing the loads.
   __device__ void touch_parameters(index_t* warp_totals) const {
     std::uint32_t sum = *(reinterpret_cast<const std::uint32_t*>(&scratch + 1) - 1);
 #pragma unroll
@@ -196,15 +197,14 @@ struct decode_block {
 
   __device__ static index_t tiles_of(index_t count) { return (count + tile - 1) / tile; }
 
-  /// How many tiles a row's beginning counts for in a block's work. With 2, 3, 4 and 6, random lengths took 1.06, 1.04,
-  /// 1.02 and 1.00 of the time of even ones (H200, CUDA 13.0).
+  /// How many tiles beginning a row counts for in a block's work. With 2, 3, 4 and 6, random lengths took 1.06, 1.04,
+  /// 1.02 and 1.00 times as long as even ones (H200, CUDA 13.0).
   static constexpr index_t restart_tiles = 6;
-  /// Rows of a lane where every warp scans all of them for itself.
+  /// How many rows a lane has if every warp scans all rows by itself.
   static constexpr int rows_each = 4;
 
-  /// Writes the rows' ends to `ends` and returns the cut of all of their tiles. Sets `first` to this block's first
-  /// segment, if it has one. Up to 128 rows every warp scans for itself and does not wait; `ends` is complete after the
-  /// next barrier.
+  /// Writes the rows' ends to `ends` and returns the cut of all tiles. Sets `first` to this block's first segment, if
+  /// it has one. Up to 128 rows, every warp scans by itself without waiting; `ends` is complete after the next barrier.
   __device__ even_pieces plan(segment& first, block_scan<threads, index_t>& scan) {
     const index_t me = blockIdx.x;
     if (rows <= 32) return plan_in_warp<1>(first);
@@ -225,7 +225,7 @@ struct decode_block {
     }
     return cut;
   }
-  /// Whether all rows have `tiles` tiles, by the whole block; it has a barrier.
+  /// Whether all rows have `tiles` tiles. The whole block calls it; it contains a barrier.
   __device__ bool rows_are_equal(index_t tiles) const {
     bool equal = true;
     for (index_t row = threadIdx.x; row < rows; row += threads)
@@ -279,8 +279,8 @@ struct decode_block {
     first.last_tile = (min)(cut.begin(index_t(blockIdx.x) + 1), first.row_end) - first.row_begin;
     return cut;
   }
-  /// For uneven rows: a block that begins another row has to refill its ring, and gets less to read. Adds that to the
-  /// ends of rows; returns the last end.
+  /// For uneven rows: a block that begins another row has to refill its ring, so it gets fewer tiles. Adds this cost to
+  /// the rows' ends and returns the last end.
   template <int Each>
   __device__ index_t count_restarts(index_t (&end)[Each]) {
     restart = restart_tiles;
@@ -296,8 +296,8 @@ struct decode_block {
     for (int i = 0; i < Each; ++i) end[i] += (earlier + begun[i]) * restart;
     return __shfl_sync(~0u, end[Each - 1], 31);
   }
-  /// Finds this block's part of a row where the split was made ahead; false: each step makes its own cut. No parts:
-  /// nothing to read. A row with fewer tiles than planned parts has fewer parts.
+  /// Finds this block's part of a row if the split was made ahead. Returns false if each step makes its own cut. No
+  /// parts: nothing to read. A row with fewer tiles than planned parts has fewer parts.
   __device__ bool find_split(segment& only, row_parts& parts) const {
     const int4 found = *reinterpret_cast<const int4*>(scratch.split + blockIdx.x);
     const split_piece mine{found.x, found.y, found.z, found.w};
@@ -342,14 +342,14 @@ enum class decode_split {
 
 namespace detail {
 
-/// How many parts a row of `tiles` tiles has, of at most `most` tiles each.
+/// How many parts a row of `tiles` tiles has if a part has at most `most` tiles.
 __device__ inline index_t parts_in(index_t tiles, index_t most) { return (max)(1, (tiles + most - 1) / most); }
 
-/// Makes `split [blocks]` from the problem's present lengths, by one warp. Every row gets blocks of its own, so many
-/// that the longest part is as short as possible. Blocks begin no second row, and parts stay even while rows grow.
+/// Makes `split [blocks]` from the problem's present lengths, by one warp. Every row gets blocks of its own, as many as
+/// make the longest part as short as possible. No block begins a second row, so parts stay even while rows grow.
 /// (TANGRAM, arXiv:2606.06302, algorithm 1, rounds each row's share of the blocks, which may need more of them than
-/// there are.) Where even pieces are shorter, with what beginning a row costs them, or rows are many or short, each
-/// step cuts for itself.
+/// there are.) Each step cuts by itself instead if even pieces are shorter, the cost of beginning a row included, or if
+/// rows are many or short.
 template <class View, class Out>
 __global__ void __launch_bounds__(32)
     split_entry(const __grid_constant__ decode_problem<View, Out> p, split_piece* split, index_t blocks) {
@@ -365,7 +365,7 @@ __global__ void __launch_bounds__(32)
   sum = warp_sum(sum);
   longest = __reduce_max_sync(~0u, longest);
   __syncwarp();
-  // The least length of a part with which all parts have a block.
+  // The smallest part length at which every part has a block.
   index_t least = (max)((sum + blocks - 1) / blocks, 1), most = longest;
   while (least < most) {
     const index_t middle = (least + most) / 2;

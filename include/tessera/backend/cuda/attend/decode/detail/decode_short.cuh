@@ -12,11 +12,11 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-inline constexpr int max_of_cluster = 8;  // blocks; every device with clusters runs as many
+inline constexpr int max_of_cluster = 8;  // blocks; every device with clusters runs clusters of this size
 
-/// The blocks of a cluster read one row, each as many of its tiles. Each sends every other block that block's share of
-/// the outputs, and finishes its own share. No block reads other rows' lengths, and no part goes through global
-/// memory.
+/// The blocks of a cluster read one row, equally many tiles each. Each block sends every other block that block's share
+/// of the outputs, and finishes its own share. No block reads the lengths of other rows, and no part goes through
+/// global memory.
 template <class View, class Out>
 struct decode_short : decode_kernel<View, Out> {
   using base = decode_kernel<View, Out>;
@@ -33,7 +33,7 @@ struct decode_short : decode_kernel<View, Out> {
     arrivals counter;
   };
 
-  /// Tiles behind the ring that are prefetched at once: a warp would reach them late.
+  /// How many tiles beyond the ring are prefetched at once: without this a warp would reach them late.
   static constexpr int ahead = 2;
 
   __device__ void read_row(const segment& now, state_type& state) const {
@@ -68,7 +68,7 @@ struct decode_short : decode_kernel<View, Out> {
     if (tokens == 32 || lane >= tokens) ask(p.view.value(at.sequence, at.head, slot), Dv * format::element_bytes);
   }
 
-  /// `shift`: the base 2 logarithm of how many blocks a cluster has. The counter has begun.
+  /// `shift`: log2 of the number of blocks in the cluster. The caller has already called `begin` of the counter.
   __device__ void run(int shift, memory_type& shared) const {
     const int blocks = 1 << shift, rank = int(blockIdx.x) & (blocks - 1);
     const index_t row = index_t(blockIdx.x) >> shift, sequence = small_quotient(row, p.view.kv_heads);
@@ -86,7 +86,7 @@ struct decode_short : decode_kernel<View, Out> {
     __syncthreads();
     cluster_wait();  // every block's counter has begun
     if (shift == 0) return base::merge_warps(now, true);
-    // Of the row's outputs, four at a time, a block has every blocks-th.
+    // The row's outputs, four at a time, go to the blocks in turn: each block has every `blocks`-th.
     const int items = used * fours, most = (items + blocks - 1) >> shift, share = (items - rank + blocks - 1) >> shift;
     if (threadIdx.x == 0)
       shared.counter.expect(std::uint32_t(blocks * (share * int(sizeof(float4)) + used * int(sizeof(float2)))));
@@ -145,10 +145,10 @@ class decode_clusters {
     }
   }
 
-  /// The base 2 logarithm of how many blocks read a row of `tokens` tokens (0: not known) when there are `rows` rows;
-  /// -1: even pieces take less time. Clusters save a merge through global memory, 1 to 2 us, and may leave
-  /// multiprocessors idle: of 132, 64 at work win up to 3 tiles a block in clusters of 8 and 4 and up to 8 in clusters
-  /// of 2, 128 at work win for any length (H200, CUDA 13.0).
+  /// Returns log2 of how many blocks read a row of `tokens` tokens (0: unknown) if there are `rows` rows, or -1 if even
+  /// pieces take less time. Clusters save a merge through global memory, 1 to 2 us, but may leave multiprocessors idle.
+  /// With 64 of 132 at work, clusters of 8 and 4 win up to 3 tiles a block and clusters of 2 up to 8. With 128 at work,
+  /// clusters win for any length (H200, CUDA 13.0).
   int shift_of(offset_t rows, offset_t tokens) const {
     if (threads_ == 0 || tokens <= 0) return -1;
     const offset_t tiles = ceil_div(tokens, offset_t(tile_)), all = resident_[0];
@@ -175,7 +175,7 @@ class decode_clusters {
   static constexpr int shifts = 4;
   device_kernel<decode_problem<View, Out>, int> entry_{decode_short_entry<View, Out>};
   int threads_ = 0, tile_ = 0, shared_bytes_ = 0;
-  int resident_[shifts] = {};  // clusters that run at a time
+  int resident_[shifts] = {};  // clusters that can run at the same time
 };
 
 }  // namespace detail

@@ -1,4 +1,4 @@
-// How a warp of the decode kernel brings its tiles of K and V to shared memory.
+// How a warp of the decode kernel copies its tiles of K and V to shared memory.
 #pragma once
 
 #include <type_traits>
@@ -11,16 +11,16 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Slots of these tables lie a fixed stride apart, so that no table is read per token.
+/// Tables whose slots lie a fixed stride apart, so that no table entry is read per token.
 template <class Table>
 inline constexpr bool strided_table = std::is_same_v<Table, contiguous> || std::is_same_v<Table, ragged>;
 
-/// A warp's ring of staged tiles: lanes copy 16 bytes at a time, zeros for tokens beyond the end.
-/// One bulk copy per row (cp.async.bulk, sm_90) lost: 2.8 TB/s where this reaches 4.4 (H200, CUDA 13.0, B8 128K).
-/// Lost too (B1 128K): asking the L2 for the pages ahead of the ring (147 us against 127), keys copied as soon as the
-/// tile's keys are read (0.5 % more). Pages of 16 cost 2 % against rows one after another, and their lookups none of
-/// it: behind the same table, rows one after another take 124.4 us against 124.2. The memory prefers long runs:
-/// shuffled pages of 64 tokens cost as much as those of 16, pages of 256 cost 0.7 %.
+/// A warp's ring of staged tiles. Lanes copy 16 bytes at a time, and zeros for tokens beyond the end.
+/// One bulk copy per row (cp.async.bulk, sm_90) was slower: 2.8 TB/s against 4.4 (H200, CUDA 13.0, B8 128K). Also
+/// slower (B1 128K): prefetching the pages ahead of the ring to the L2 (147 us against 127), and copying keys as soon
+/// as the tile's keys are read (0.5 % more). Pages of 16 cost 2 % against contiguous rows. The lookups cost none of it:
+/// behind the same table, contiguous rows take 124.4 us against 124.2. The memory prefers long runs: shuffled pages of
+/// 64 tokens cost as much as those of 16, pages of 256 cost 0.7 %.
 template <class View>
 struct decode_staging {
   using format = decode_format<View>;
@@ -37,16 +37,15 @@ struct decode_staging {
   std::uint32_t uses = 0, taken = 0;  // tiles fetched and read
   std::uint64_t policy = evict_first_policy();
   // A load that is issued behind copies completes behind them, microseconds later. So the addresses of tiles are read
-  // far ahead of their copies.
+  // long before the tiles are copied.
   index_t first_tile = 0;
   stored_type *k_first = nullptr, *v_first = nullptr;  // strided tables: the row's first slot
   offset_t scale_first = 0;                            // and its scale
-  bool direct = true;                                  // strided, and no selection: nothing else is needed
+  bool direct = true;                                  // strided and no selection: no addresses have to be read
   bool in_pages = false;                               // no selection, and every tile lies in one page
   bool in_halves = false;                              // in_pages, and a tile has two of them
-  // In pages, a lane has the page of one of 32 tiles, and of one of the following 32. Otherwise it knows one token of
-  // every `span` tiles: the addresses in the next and in the following group of tiles, and the slots of the two groups
-  // after those.
+  // In pages, a lane holds the page of one of 32 tiles, and of one of the following 32. Otherwise it holds one token of
+  // every `span` tiles: the addresses in the next two groups of tiles, and the slots in the two groups after those.
   static constexpr int span = 32 / tokens, half = 16;
   static constexpr bool can_halve = tokens == 2 * half && paged_table<decltype(View::table)>;
   using place_type = std::conditional_t<strided, index_t, slot_address>;
@@ -63,7 +62,8 @@ struct decode_staging {
     return at.chosen ? at.chosen[valid] : valid;
   }
 
-  /// `table.locate` without the division by the page where pages are powers of two; the slot where tables are strided.
+  /// Like `table.locate`, without the division if the page size is a power of two. For strided tables it returns the
+  /// slot.
   __device__ static place_type locate(const View& view, const decode_row& at, index_t slot) {
     if constexpr (std::is_same_v<decltype(view.table), block_table>) {
       const index_t page = view.table.page;
@@ -107,8 +107,8 @@ struct decode_staging {
     return page_of(view, at, token_of(first + lane / 2) + lane % 2 * half);
   }
 
-  /// Reads the addresses of the first tiles of [first, last). Called before `begin`, and before copies that need not
-  /// wait for it.
+  /// Reads the addresses of the first tiles of [first, last). Call it before `begin`, and before copies that do not
+  /// depend on it.
   template <class TokenOf>
   __device__ void find(const View& view, const decode_row& at, index_t first, index_t last, const TokenOf& token_of,
                        int lane) {
@@ -152,8 +152,8 @@ struct decode_staging {
     for (int s = 0; s < stages; ++s) fetch(view, at, first + s, last, token_of, lane);
   }
 
-  /// Starts to copy tile `tile` of a row that ends at `last`, into the stage that was read last; nothing beyond the
-  /// end. `find` and earlier calls have read its addresses.
+  /// Starts to copy tile `tile` of a row that ends at `last` into the stage that was read last. Beyond the end it
+  /// copies nothing. `find` and earlier calls have read the tile's addresses.
   template <class TokenOf>
   __device__ void fetch(const View& view, const decode_row& at, index_t tile, index_t last, const TokenOf& token_of,
                         int lane) {
@@ -292,7 +292,7 @@ struct decode_staging {
                                         to_v + h * half * v_rows.bytes(), lane);
     }
   }
-  /// A chunk of a row on its way, or decoded at once; zeros where it is not valid.
+  /// Copies a chunk of a row: asynchronously, or decoded at once if it is encoded. Writes zeros if it is not valid.
   __device__ void copy_chunk(std::uint32_t to, stored_type* from, bool valid, float scale) const {
     if constexpr (format::decoded) {
       store_decoded<T>(to, from, valid, scale);
@@ -300,7 +300,7 @@ struct decode_staging {
       copy_async16(to, from, valid, policy);
     }
   }
-  /// Rows `stride` apart; zeros from `valid` on, unless the tile is full.
+  /// Copies rows `stride` apart. Writes zeros from row `valid` on, unless the tile is full.
   template <staged_rows Rows, bool Full, int Count = tokens>
   __device__ void copy_strided(stored_type* rows, offset_t stride, const float* scales, offset_t scale_stride,
                                index_t valid, std::uint32_t to, int lane) const {

@@ -15,7 +15,7 @@ struct decode_softmax {
   float out[Dv / 8][4] = {};
   float max[2] = {-infinity, -infinity}, sum[2] = {};  // rows lane / 4 and lane / 4 + 8, base 2
 
-  /// Turns a tile's logits into weights; outputs follow the new maximum.
+  /// Turns a tile's logits into weights, and rescales the outputs to the new maximum.
   __device__ void weigh(float (&s)[Tokens / 8][4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -44,7 +44,7 @@ struct decode_softmax {
     }
   }
 
-  /// Adds weights times values where a weight of 0 hides a value that is not finite.
+  /// Adds weights times values. A weight of 0 adds nothing even where the value is not finite.
   template <class T, class Fragment>
   __device__ void multiply_visible(const std::uint32_t (&weights)[Tokens / 16][4], const Fragment& fragment) {
     std::uint32_t own[Tokens / 16][4];
@@ -76,7 +76,7 @@ __device__ __forceinline__ void pack_weights(const float (&low)[4], const float 
   }
 }
 
-/// The state of one warp, which reads tiles of elements as they are given.
+/// The softmax state of one warp that reads tiles of 16-bit elements.
 template <class View>
 struct decode_state : decode_softmax<View::v_dim, decode_config<View>::tokens> {
   using T = typename View::element_type;
@@ -233,7 +233,8 @@ struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::token
   using base::out, base::max, base::sum;
 
   /// Power of two that weights, and so outputs, are divided by: at least the largest scale of a value so far. Weights
-  /// are at most 1 then, and fp16 holds them.
+  /// Weights, and so outputs, are divided by this power of two. It is at least the largest scale of a value so far, so
+  /// weights are at most 1 and fp16 represents them.
   float unit = format::scaled ? 0.0f : 1.0f, inverse_unit = format::scaled ? 0.0f : 1.0f;
 
   struct queries {
@@ -251,7 +252,8 @@ struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::token
 #pragma unroll
         for (int step = 0; step < D / 16; ++step) q[step][half] = four[step].x, q[step][half + 2] = four[step].y;
       } else {
-        // fp16 has more digits than bf16 but a shorter range: the row's largest element is brought to 2^8.
+        // fp16 has more digits than bf16 but a shorter range: the row is scaled so that its largest element is near
+        // 2^8.
         std::uint32_t largest = 0;
 #pragma unroll
         for (int step = 0; step < D / 16; ++step) {
@@ -333,7 +335,7 @@ struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::token
   }
 
   /// The lane's address of 16-byte chunks 2 * pair and 2 * pair + 1 of 16 rows of `Chunks`, as four matrices: rows 0 to
-  /// 7 and 8 to 15 of each chunk. Behind an odd number of chunks the last one stands twice.
+  /// 7 and 8 to 15 of each chunk. If the number of chunks is odd, the last chunk is loaded twice.
   template <staged_rows Rows>
   __device__ static std::uint32_t chunk_pair(std::uint32_t rows, int pair, int lane) {
     const int matrix = lane / 8, in_matrix = lane % 8, second = pair * 2 + 1 < Rows.chunks ? matrix / 2 : 0;
@@ -366,14 +368,14 @@ struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::token
     }
   }
 
-  /// Weights times their values' scales, in units of `unit`, which follows the largest.
+  /// Multiplies weights by their values' scales, in units of `unit`, which follows the largest scale.
   __device__ void scale_weights(float (&s)[tokens / 8][4], std::uint32_t scales, bool masked) {
     float2 scale[tokens / 8];
     float largest = 0;
 #pragma unroll
     for (int n = 0; n < tokens / 8; ++n) {
       scale[n] = scales_of(scales, n);
-      if (masked) {  // 0 * NaN: what no row sees has no scale
+      if (masked) {  // 0 * NaN: a token that no row sees has no scale
         if (s[n][0] == 0 && s[n][2] == 0) scale[n].x = 0;
         if (s[n][1] == 0 && s[n][3] == 0) scale[n].y = 0;
       }
@@ -406,7 +408,7 @@ struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::token
     load_matrices_transposed(raw, chunk_pair<format::v_rows>(values + std::uint32_t(k * 16 * v_row), pair, lane));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // Dims 2n and 2n + 1 of one token, then of the next; wanted is a dim of both.
+      // `raw` has dims 2n and 2n + 1 of one token, then of the next; the product wants one dim of both tokens.
       decode_fp8(__byte_perm(raw[i], 0, 0x3120), b[i / 2][i % 2], b[i / 2][2 + i % 2]);
     }
   }
@@ -440,7 +442,7 @@ struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::token
     }
   }
 
-  /// Whether the tile's values are finite: e4m3 has NaN alone.
+  /// Whether the tile's values are finite. The only e4m3 value that is not finite is NaN.
   __device__ static bool all_finite(std::uint32_t values, int lane) {
     std::uint32_t special = 0;
     for (int id = lane; id < tokens * (Dv / 16); id += 32) {

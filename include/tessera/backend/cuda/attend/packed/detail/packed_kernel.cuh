@@ -12,7 +12,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A block's part: some of the chosen units of a (sequence, kv_head), or its whole rows, for 8 query rows.
+/// A block's part of the work, for 8 query rows: some of the chosen units of a (sequence, kv_head), or its whole rows.
 template <class View, class Tile, class Out>
 class packed_part {
   using T = typename View::element_type;
@@ -35,10 +35,11 @@ class packed_part {
     }
   }
 
-  /// Attends a split: chosen units, segment after segment. The last split has the whole rows too.
+  /// Attends a split: chosen units, segment after segment. The last split also has the whole rows.
   ///
-  /// Whole rows are attended before the previous launch has ended. That launch waited for all earlier ones, so the rows
-  /// are written and the last merge has read its parts. Only the list of parts may still be reset by it.
+  /// Whole rows are attended before the previous launch has ended. The previous launch waited for all launches before
+  /// it, so the rows are written and the last merge has read its parts. Only the list of parts may still be in the
+  /// course of being reset.
   __device__ __forceinline__ void attend(index_t split) {
     const index_t count = p_.view.count(sequence_);
     fill_begins(p_.view, sequence_, head_, count, 1, row_begin_);
@@ -65,7 +66,7 @@ class packed_part {
     }
     const index_t all = chosen_row_begin_[count];
     if (all == 0) return;
-    // The split's rows lie in shared memory: the kernel has no register to spare.
+    // The range of the split's rows is in shared memory, because the kernel has no register to spare.
     volatile index_t* const range = chosen_row_begin_ + p_.view.max_segments + 1;
     if (threadIdx.x < 32) {
       const int2 own = rows_of_split(chosen_row_begin_, count, all, parts_.splits, split);
@@ -117,8 +118,8 @@ class packed_part {
     return true;
   }
 
-  /// Waits for the previous launch. Lengths were written before the queries were rotated, and the previous launch
-  /// waited for all earlier ones.
+  /// Waits for the previous launch. Lengths may be read earlier: they were written before the queries were rotated, and
+  /// the previous launch waited for all launches before it.
   __device__ static __forceinline__ void wait() {
     wait_for_earlier();
     let_later_begin();
@@ -137,13 +138,13 @@ class packed_part {
     const device_segment& segment = p_.view.segment(sequence_, s);
     const index_t unit_rows = unit_of_segment(s);
     const int unit_shift =
-        (unit_rows & (unit_rows - 1)) == 0 ? __ffs(int(unit_rows)) - 1 : -1;  // below 0: no power of 2
+        (unit_rows & (unit_rows - 1)) == 0 ? __ffs(int(unit_rows)) - 1 : -1;  // -1: no power of two
     const float4 queries = queries_of(s, int(threadIdx.x));
     using key_rows = raw_rows<row_layout<D>>;
     using value_rows = raw_rows<row_layout<Dv>>;
     const key_rows first_keys(segment.k, head_);
     const value_rows first_values(segment.v, head_);
-    // After the first tile they are read from shared memory: walking a row leaves no registers for them.
+    // After the first tile these are read from shared memory: the loop over a row leaves no registers for them.
     auto* const keys = reinterpret_cast<key_rows*>(shared_ + shape_.sources);
     auto* const values = reinterpret_cast<value_rows*>(keys + 1);
     if (threadIdx.x == 0) *keys = first_keys, *values = first_values;
@@ -166,7 +167,7 @@ class packed_part {
       const index_t row = (unit - before) * unit_rows + (unit_shift >= 0 ? token & (unit_rows - 1) : token % unit_rows);
       return unit >= 0 && row < rows ? row : no_index;
     };
-    // Rows that do not exist have the bits of the first one, and zeros.
+    // Rows that do not exist get the bits of the first row, and zeros as values.
     std::uint32_t k_bits[group_words<D, 1>] = {}, v_bits[group_words<Dv, 1>] = {};
     float k_scale, v_scale;
     const unsigned k_to = unsigned(k_raw) + first_keys.own_place(), v_to = unsigned(v_raw) + first_values.own_place();
@@ -189,7 +190,8 @@ class packed_part {
     commit_copies();
     index_t next_unit = unit_of(token + warp_step);
     put_copies(s, queries);
-    // While a warp works on keys, the values of the same tokens are copied, and the other way round.
+    // While a warp multiplies keys, the values of the same tokens are copied. While it multiplies values, the next keys
+    // are.
     for (; token - lane < tokens; token += warp_step) {
       const index_t next = row_of(token + warp_step, next_unit);
       const bool more = token - lane + warp_step < tokens;
@@ -226,14 +228,14 @@ class packed_part {
     mark(s, part);
   }
 
-  /// Query rows in the segment's basis, of part i / channels and channel i % channels, multiplied by the scale of
+  /// Query rows in the segment's basis, for part i / channels and channel i % channels, multiplied by the scale of
   /// logits. `i` is this thread's index.
   __device__ __forceinline__ float4 queries_of(index_t s, int i) const {
     const int channels = shape_.queries_part / 128;
     const float factor = p_.rule.scale_for(D) * (p_.rule.soft_cap > 0 ? 1.0f : log2e);
     const int part = i / channels, c = i % channels, first = part * queries_at_once;
-    // For a row that does not exist, the last row is loaded and multiplied by 0: without branches the four loads do not
-    // wait for each other.
+    // For a row that does not exist, the last row is loaded and multiplied by 0. Without branches, the four loads do
+    // not wait for each other.
     const auto load = [&](int row) {
       const index_t at = first_row_ + row, there = (min)(at, parts_.rows - 1);
       return rotated_.row(lane_row_, s, there)[c] * (part < shape_.parts && at == there ? factor : 0.0f);
@@ -253,7 +255,7 @@ class packed_part {
     __syncthreads();
   }
 
-  /// Turns the products of a tile into logits of base 2, of the rows that may see the tokens.
+  /// Turns a tile's products into base-2 logits of the rows that may see the tokens.
   template <class State>
   __device__ __forceinline__ void take_logits(State& state, int part, float (&x)[queries_at_once], float scale,
                                               index_t position, float weight, unsigned char* weights) const {
@@ -265,7 +267,7 @@ class packed_part {
 #pragma unroll
       for (float& logit : x) logit = quick_cap(p_.rule, logit) * log2e;
     }
-    // As `logit_rule::visible`: a token after the row is far behind it as an unsigned number.
+    // As `logit_rule::visible`: the distance to a token after the row is a very large unsigned number.
     const unsigned seen = p_.rule.sliding_window > 0 ? unsigned(p_.rule.sliding_window) : 0x7fffffffu;
 #pragma unroll
     for (int i = 0; i < queries_at_once; ++i) x[i] = unsigned(at[i]) - unsigned(position) < seen ? x[i] : -infinity;
@@ -278,7 +280,7 @@ class packed_part {
     for (int i = int(threadIdx.x); i < query_rows_together * D; i += packed_threads) {
       const int row = i / D, c = i % D;
       const index_t at = first_row_ + row;
-      // They are of 16 bits and have no second part.
+      // These queries have 16 bits and no second part.
       const T x =
           at < parts_.rows ? T(float(p_.q.row(sequence_, at / group_, head_ * group_ + at % group_)[c])) : T(0.0f);
       const auto put = [&](int place, T part) {
@@ -336,7 +338,7 @@ class packed_part {
       for (int w = 0; w < packed_warps; ++w) {
         const float largest = states[(w * query_rows_together + row) * 2],
                     own = states[(w * query_rows_together + row) * 2 + 1];
-        sum += largest == -infinity ? own : own * exp2f(largest - top);  // a row of NaN has a sum and no largest logit
+        sum += largest == -infinity ? own : own * exp2f(largest - top);  // a row of NaN has a sum but no largest logit
       }
       parts_.states[(at + row) * 2] = top, parts_.states[(at + row) * 2 + 1] = sum;
     }
@@ -363,8 +365,8 @@ __global__ void __launch_bounds__(packed_threads, View::k_dim <= 128 && View::v_
   extern __shared__ uint4 shared_memory[];
   const packed_memory<View::k_dim, View::v_dim> shape(rotated.rows, p.view.max_segments, lengths);
   packed_part<View, Tile, Out> part(p, rotated, to, shape, reinterpret_cast<unsigned char*>(shared_memory));
-  // Blocks that begin last, when the choice has ended, have no time for whole rows. So the first blocks get the last
-  // splits.
+  // Blocks that begin last, when the choice has ended, have no time left for whole rows. So the first blocks get the
+  // last splits, which contain them.
   part.attend(to.splits - 1 - index_t(blockIdx.y));
 }
 

@@ -8,8 +8,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Four blocks a multiprocessor, of 128 registers. Three of 168 take 71 us where four take 64, two of 8 warps 64 and,
-/// with the rest of a step, 2 us more (256K tokens, batch 4; H200, CUDA 13.0).
+/// Four blocks per multiprocessor, of 128 registers a thread. Three of 168 take 71 us where four take 64. Two of 8
+/// warps take 64 too, but the rest of a step takes 2 us more (256K tokens, batch 4; H200, CUDA 13.0).
 inline constexpr int packed_warps = 4, packed_blocks = 4, packed_threads = packed_warps * 32;
 
 /// The sizes that a kernel's memory is made for: channels of the longest rows, and bytes from one raw row to the next.
@@ -58,19 +58,19 @@ struct packed_memory {
   TESSERA_HD static constexpr int larger(int a, int b) { return a > b ? a : b; }
 };
 
-/// Results of parts: [lanes, parts, rows, v_dim], not divided by the sum, in the basis of the part's segment, whose
-/// number is in `segment` [lanes, parts] (none: the part is empty; max_segments: whole rows); largest logit and sum
-/// [lanes, parts, rows, 2].
+/// Results of parts: `out` [lanes, parts, rows, v_dim], not divided by the sum, in the basis of the part's segment.
+/// `segment` [lanes, parts] has the number of that segment (none: the part is empty; max_segments: whole rows). The
+/// largest logit and the sum are in `states` [lanes, parts, rows, 2].
 struct packed_parts {
   float *out, *states;
   index_t* segment;
   index_t splits, parts, rows;
 };
 
-/// Writes to begins [count + 1] how many chosen rows lie before each of `count` segments, and in all. `units` [count +
-/// 1]: the unit with which each segment begins. `list` has the `all` chosen units, ascending, each of `one` rows;
-/// without a list every unit is chosen. All threads of a block call it; `samples` has room for a number of each. It
-/// ends with a barrier.
+/// Writes to begins [count + 1] how many chosen rows lie before each of `count` segments, and how many there are in
+/// all. `units` [count + 1]: the unit with which each segment begins. `list` has the `all` chosen units, ascending,
+/// each of `one` rows; without a list every unit is chosen. All threads of a block call it. `samples` has one number
+/// per thread. It ends with a barrier.
 __device__ __forceinline__ void find_begins(const index_t* list, index_t all, index_t one, const index_t* units,
                                             index_t count, index_t* samples, index_t* begins) {
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
@@ -98,15 +98,15 @@ __device__ __forceinline__ void find_begins(const index_t* list, index_t all, in
   __syncthreads();
 }
 
-/// Which of the `all` chosen rows of `count` segments, which begin at `begins`, a split has: rows of one segment where
-/// that leaves enough splits. A split that continues into another segment waits for its queries and rows, as long as
-/// for a round of tiles. A warp calls it.
+/// Which of the `all` chosen rows of `count` segments, which begin at `begins`, a split has. A split keeps to the rows
+/// of one segment if that leaves enough splits: continuing into another segment means waiting for its queries and rows,
+/// as long as a round of tiles takes. A warp calls it.
 __device__ __forceinline__ int2 rows_of_split(const index_t* begins, index_t count, index_t all, index_t splits,
                                               index_t split) {
-  constexpr index_t round = packed_warps * tile_tokens;  // fewer rows leave warps without work
+  constexpr index_t round = packed_warps * tile_tokens;  // with fewer rows, some warps have no work
   const index_t lane = index_t(threadIdx.x) % 32;
   const index_t each = (max)(ceil_div(ceil_div(all, splits), tile_tokens) * tile_tokens, round);
-  // A lane tries one length.
+  // Each lane tries one length.
   const index_t length_here = each + lane * tile_tokens;
   index_t parts_here = 0;
 #pragma unroll 1
@@ -128,7 +128,8 @@ __device__ __forceinline__ int2 rows_of_split(const index_t* begins, index_t cou
   return make_int2((min)(split * each, all), (min)(split * each + each, all));
 }
 
-/// Prefetches bases of values to the L2 for the merge. A split prefetches those of some of the `count` segments.
+/// Prefetches the bases of values into the L2 for the merge. Each split prefetches the bases of some of the `count`
+/// segments.
 template <class View>
 __device__ __forceinline__ void fetch_value_bases(const View& view, index_t sequence, index_t head, index_t count,
                                                   index_t split, index_t splits) {

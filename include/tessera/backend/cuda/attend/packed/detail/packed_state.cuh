@@ -1,4 +1,4 @@
-// What a warp makes of packed rows: their tiles, and its part of a softmax over them.
+// Tiles of packed rows, and a warp's part of the softmax over them.
 #pragma once
 
 #include "../../../device/mma.cuh"
@@ -13,8 +13,8 @@ namespace detail {
 /// Query rows that a block attends together, and tokens of whole rows that a warp takes at a time.
 inline constexpr int query_rows_together = 8, whole_tokens = 16;
 
-/// Softmax state and summed values of 8 query rows. Lane l holds the softmax of row l / 4, and of rows l % 4 * 2 and
-/// the next one values of channel l / 4 of every 8; sums are of a lane until `write`.
+/// Softmax state and summed values of 8 query rows. Lane l holds the softmax state of row l / 4. Of rows l % 4 * 2 and
+/// l % 4 * 2 + 1 it holds the values of channel l / 4 of every 8. Each lane has its own partial sums until `write`.
 template <class Tile, int D, int Dv>
 struct packed_state {
   TESSERA_HD static constexpr staged_rows k_rows() { return {D / 8}; }
@@ -23,7 +23,7 @@ struct packed_state {
   float largest = -infinity, sum = 0;
   float acc[Dv / 16][4] = {};
 
-  /// `queries`: the address of 16 staged rows, the first numbers of 8 and the second ones.
+  /// `queries`: the address of 16 staged rows: the high parts of 8 rows, then their low parts.
   __device__ __forceinline__ packed_state(std::uint32_t queries, int channels) {
     const int lane = int(threadIdx.x) % 32, in_matrix = lane % 8, matrix = lane / 8;
 #pragma unroll
@@ -33,8 +33,8 @@ struct packed_state {
     }
   }
 
-  /// logits of 16 keys: lane l has row l / 4, keys l % 4 * 2, the next one, and both 8 further on. `channels`: a
-  /// multiple of 16.
+  /// The logits of 16 keys. Lane l has those of row l / 4 with keys l % 4 * 2 and l % 4 * 2 + 1, and with both keys 8
+  /// further on. `channels`: a multiple of 16.
   __device__ __forceinline__ void dot(std::uint32_t keys, int channels, float (&logits)[4]) const {
     const int lane = int(threadIdx.x) % 32, in_matrix = lane % 8, matrix = lane / 8;
     float parts[2][4] = {};
@@ -88,8 +88,8 @@ struct packed_state {
     }
   }
 
-  /// Adds the lanes' sums up, and writes the largest logit and the sum [8, 2] and the summed values [8, Dv]. By one
-  /// warp.
+  /// Sums over the lanes, then writes the largest logit and the sum [8, 2] and the summed values [8, Dv]. One warp
+  /// calls it.
   __device__ __forceinline__ void write(int, float* states, float* to, int channels) const {
     const int lane = int(threadIdx.x) % 32;
     const float whole = lanes_sum<4>(sum);
@@ -106,7 +106,8 @@ struct packed_state {
 // Tiles of 32 packed rows: copied from memory by one warp, multiplied with queries as they are, or spread out for
 // matrix instructions.
 
-/// A row of a tile is a lane's. `queries_at_once`: rows of queries that a walk along a row's values multiplies it with.
+/// Each lane has one row of a tile. `queries_at_once`: the number of query rows that one pass over a row's values
+/// multiplies.
 inline constexpr int tile_tokens = 32, queries_at_once = 4;
 
 /// The packed rows of one head in memory, which `Places` puts into shared memory.
@@ -134,9 +135,9 @@ struct raw_rows {
     if (chunks == 2) return Places::byte(Places::row(lane / 2, Places::stride(2)), lane % 2 * 16);
     return Places::row(lane, stride());
   }
-  /// Begins to copy the values of 32 rows; lane l says which row is the tile's l-th, and one below 0 becomes 0. By one
-  /// warp, of which neighbouring lanes copy a row's chunks together; `to`, from `shared` on, has the lane's own place
-  /// in it.
+  /// Begins to copy the values of 32 rows. Lane l names the tile's l-th row in `row`; a negative one is filled with
+  /// zeros. One warp calls it, and neighbouring lanes copy a row's chunks together. `to` is the lane's own address in
+  /// the tile that begins at `shared`.
   __device__ __forceinline__ void copy(index_t row, std::uint32_t shared, unsigned to) const {
     const unsigned first = row >= 0 ? unsigned(row) * chunks : none;
     const std::uint32_t own = own_address(shared + to);
@@ -165,21 +166,21 @@ struct raw_rows {
   }
 };
 
-/// A packed value as one of 16 bits; fp8 and int4 without their scale, which is exact.
+/// A packed value as a 16-bit element. fp8 and int4 are converted without their scale, which is exact.
 template <class Tile, packed_element Element>
 __device__ __forceinline__ std::uint16_t tile_bits(std::uint32_t word, int i) {
   if constexpr (Element != packed_element::fp8 && Element != packed_element::int4) {
     return std::uint16_t(word >> (i * 16));
   } else if constexpr (std::is_same_v<Tile, bf16>) {
-    return std::uint16_t(bits_as<std::uint32_t>(value_of<Element>(word, i)) >> 16);  // nothing is cut off
+    return std::uint16_t(bits_as<std::uint32_t>(value_of<Element>(word, i)) >> 16);  // no bits are lost
   } else {
     return Tile(value_of<Element>(word, i)).bits;
   }
 }
 
-/// Adds the products of a row's values and 4 rows of queries up. Queries lie in shared memory as [channels, 8, 4] fp32:
-/// eight copies, one for every lane of a quarter of a warp, so that lanes read other channels in each step and none
-/// waits for another's bank.
+/// Sums the products of a row's values and 4 rows of queries. Queries lie in shared memory as [channels, 8, 4] fp32.
+/// There are eight copies, one for every lane of a quarter warp: lanes read different channels in each step, and the
+/// copies avoid bank conflicts.
 template <packed_element Element, int Group>
 struct query_products {
   static constexpr int stride = 128;  // bytes, of a channel
@@ -196,9 +197,9 @@ struct query_products {
   }
 };
 
-/// Spreads a row of values out in a tile of [channels, 16] pairs of two numbers of 16 bits: those of rows r and r + 16.
-/// Matrix instructions take such pairs as they are. At most two lanes write to a bank at a time, wherever their values
-/// belong.
+/// Writes a row's values into a tile of [channels, 16] pairs of 16-bit elements. A pair has those of rows r and r + 16,
+/// as matrix instructions take them. At most two lanes write to a bank at a time, whatever channels their values belong
+/// to.
 template <class Tile, packed_element Element, int Group>
 struct spread_values {
   static constexpr int stride = 64;  // bytes, of a channel
@@ -214,8 +215,8 @@ struct spread_values {
   }
 };
 
-/// sums [4] = the lane's row of keys, whose values lie at `row` of a block's shared memory, times 4 rows of queries,
-/// which lie at `queries`.
+/// sums [4] = the products of the lane's row of keys with 4 rows of queries. The keys' values lie at `row` of a block's
+/// shared memory, the queries at `queries`.
 template <class Tile, int D, int Most>
 __device__ __forceinline__ void multiply_row(int way, int kept, const std::uint32_t (&bits)[Most], unsigned row,
                                              const unsigned char* shared, int queries, float (&sums)[queries_at_once]) {
@@ -229,7 +230,7 @@ __device__ __forceinline__ void multiply_row(int way, int kept, const std::uint3
   });
 }
 
-/// Spreads the lane's row of values out in the tile that lies at `tile` of a block's shared memory.
+/// Writes the lane's row of values into the tile at `tile` of a block's shared memory.
 template <class Tile, int Dv, int Most>
 __device__ __forceinline__ void spread_row(int way, int kept, const std::uint32_t (&bits)[Most], unsigned row,
                                            unsigned char* shared, int tile) {
@@ -242,10 +243,10 @@ __device__ __forceinline__ void spread_row(int way, int kept, const std::uint32_
   });
 }
 
-// What a warp knows of 8 query rows while it attends tiles of 32 packed rows.
+// The softmax state of a warp over 8 query rows while it attends tiles of 32 packed rows.
 
-/// Calls run(m) for every 16 of `channels`, a multiple of 16. A quarter of the channels is usually left out: that many
-/// without a branch.
+/// Calls run(m) for every 16 of `channels`, a multiple of 16. Usually a quarter of the channels is left out, so the
+/// first three quarters need no branch.
 template <int Dv, class Run>
 __device__ __forceinline__ void with_matrices(int channels, const Run& run) {
   constexpr int usual = int(whole_channels(Dv * 3 / 4)) / 16;
@@ -261,17 +262,18 @@ __device__ __forceinline__ void with_matrices(int channels, const Run& run) {
   }
 }
 
-/// Softmax state and summed values of 8 query rows, in parts of 4 as `multiply_row` gives their logits: a lane has
-/// those of its token. Lane l holds of rows l % 4 * 2 and the next one the values of channel l / 4 of every 8; sums are
-/// of a lane until `write`. What a row has but one of lies in shared memory: registers decide how many warps there are.
+/// Softmax state and summed values of 8 query rows, in parts of 4. `multiply_row` gives a lane the logits of its own
+/// token. Lane l holds the values of channel l / 4 of every 8 for rows l % 4 * 2 and l % 4 * 2 + 1. Each lane has its
+/// own partial sums until `write`. State of which a row has only one lies in shared memory, because registers limit the
+/// number of warps.
 template <class Tile, int Dv>
 struct spread_state {
-  /// How far logits of base 2 may rise above the one that sums refer to before all sums are scaled: weights stay
-  /// finite, and after some tiles hardly anything is scaled.
+  /// How far base-2 logits may rise above the reference of the sums before all sums are rescaled. Weights stay finite,
+  /// and after some tiles rescaling is rare.
   static constexpr float slack = std::is_same_v<Tile, bf16> ? 8 : 0;  // fp16 ends at 65,504, and scales may be large
-  static constexpr float lowest = -3e38f;  // below every logit, and still finite: nothing was seen
+  static constexpr float lowest = -3e38f;  // below every logit, and still finite: no token was seen
   float acc[Dv / 16][4] = {};
-  float4* const shared;  // [parts], what sums refer to, and behind it [parts, 32] sums of lanes
+  float4* const shared;  // [parts], the references of the sums, and behind it [parts, 32] sums of lanes
 
   /// Bytes of shared memory for one warp.
   TESSERA_HD static constexpr int bytes(int parts) { return parts * (tile_tokens + 1) * int(sizeof(float4)); }
@@ -286,8 +288,8 @@ struct spread_state {
     }
   }
 
-  /// Takes in the logits of 32 tokens for rows part * 4 and on, in base 2; -infinity: not seen. `weight` multiplies the
-  /// token's values; what they are multiplied with in all is written to weights [8, 32].
+  /// Adds the logits of 32 tokens, in base 2, for rows part * 4 and on; -infinity: not visible. `weight` multiplies the
+  /// token's value. The factors of the values are written to weights [8, 32].
   __device__ __forceinline__ void take_logits(int parts, int part, const float (&x)[queries_at_once], float weight,
                                               unsigned char* weights) {
     const int lane = lane_here();
@@ -331,15 +333,15 @@ struct spread_state {
     }
   }
 
-  /// Adds the tile's values up, of which `channels`, a multiple of 16, are there.
+  /// Adds the tile's values times their weights. `channels`, a multiple of 16, is how many channels they have.
   __device__ __forceinline__ void take_values(const unsigned char* tile, const unsigned char* weights, int parts,
                                               int channels) {
     const values_taken from(tile, weights, parts);
     with_matrices<Dv>(channels, [&](int m) __attribute__((always_inline)) { take_matrix(from, m); });
   }
 
-  /// Adds the lanes' sums up, and writes the largest logit and the sum [8, 2] and the summed values [8, Dv]. By one
-  /// warp.
+  /// Sums over the lanes, then writes the largest logit and the sum [8, 2] and the summed values [8, Dv]. One warp
+  /// calls it.
   __device__ __forceinline__ void write(int parts, float* states, float* to, int channels) const {
     const int lane = int(threadIdx.x) % 32;
 #pragma unroll 1
@@ -371,7 +373,7 @@ struct spread_state {
   __device__ __forceinline__ float4& sums(int parts, int part, int lane) const {
     return shared[parts + part * tile_tokens + lane];
   }
-  /// The index of a token's 16 bits in a row of 32: tokens t and t + 16 are neighbours.
+  /// Where a token's 16-bit element lies in a row of 32: tokens t and t + 16 are neighbours.
   __device__ static __forceinline__ int paired(int token) { return token % 16 * 2 + token / 16; }
 
   /// A lane's operands: four pairs of tokens from lane % 4 * 4 on, two for each of two products.

@@ -10,9 +10,9 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Where they lie: [sequences, kv_heads, max_segments, rows + 1, dim], fp32, 0 behind the segment's channels. A row is
-/// a token and a query head of the group, token * group + head; the last one is the sum of the others, but for elements
-/// that are not finite.
+/// The layout of rotated queries: [sequences, kv_heads, max_segments, rows + 1, dim], fp32, 0 behind the segment's
+/// channels. A row is a token and a query head of the group, token * group + head. The last row is the sum of the
+/// others, without elements that are not finite.
 struct rotated_rows {
   float* data = nullptr;
   index_t max_segments = 0, rows = 0, dim = 0;
@@ -25,14 +25,14 @@ struct rotated_rows {
 namespace detail {
 
 inline constexpr int rotating_threads = 256, rows_rotated_together = 16, channels_rotated_together = 32;
-/// Segments that a launch has blocks for. A table has room for far more than there are: 273 in a context of 1M tokens,
-/// where prompts of 65,536 make 17.
+/// How many segments a launch has blocks for. A table has room for far more segments than there usually are: 273 in a
+/// context of 1M tokens, where prompts of 65,536 make 17.
 inline constexpr index_t segments_rotated_together = 32;
 
-/// A block makes 32 channels of up to 16 rows of one (sequence, kv_head) in one segment's basis, two of them by 16
-/// lanes. The sums over a row's elements are those of a lane, four of every 64, then over lanes. `GoesOn`: there may be
-/// more segments than blocks; what the loop keeps does not fit in registers, and one segment a block takes a fifth less
-/// time.
+/// A block computes 32 channels of up to 16 rows of one (sequence, kv_head) in one segment's basis; 16 lanes compute
+/// two channels. Each lane sums four of every 64 elements of a row, then the lanes' sums are added. `GoesOn`: there may
+/// be more segments than blocks. The loop's state does not fit in registers then, and one segment a block takes a fifth
+/// less time.
 template <class View, bool GoesOn>
 __global__ void __launch_bounds__(rotating_threads, View::k_dim <= 128 ? 5 : 3)
     rotate_queries_entry(const __grid_constant__ View view, rows_view<const typename View::element_type> q,
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(rotating_threads, View::k_dim <= 128 ? 5 : 3)
           sums[i] += y.x * x.x + y.y * x.y + y.z * x.z + y.w * x.w;
         }
       }
-      // Even lanes get the first channel's sum, odd ones the second's.
+      // Even lanes get the first channel's sum, odd lanes the second's.
       const float sum = lanes_sums<lanes, 2>(sums, part);
       if (part < 2) result[part] = begin + part >= channels ? 0.0f : basis ? sum : rows[r * D + begin + part];
     }
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(rotating_threads, View::k_dim <= 128 ? 5 : 3)
 
 }  // namespace detail
 
-/// Rotates the queries of a step for whoever scores or attends packed rows.
+/// Rotates the queries of a step for the operations that score or attend packed rows.
 ///
 /// Shapes   q [sequences, tokens, q_heads, k_dim]; the result as `rotated_rows`, in memory of `bytes`.
 /// Cost     one launch; a basis is read once for 16 rows. Recordable.
@@ -140,7 +140,7 @@ class rotate_queries {
     return std::size_t(sequences_) * std::size_t(heads_) * std::size_t(max_segments_) * std::size_t(rows_ + 1) *
            View::k_dim * sizeof(float);
   }
-  /// `part_segment` [sequences * kv_heads, parts] is set to "none": attention fills it.
+  /// Sets `part_segment` [sequences * kv_heads, parts] to "none"; attention fills it in.
   rotated_rows run(const View& view, const rows_view<const T>& q, void* workspace, index_t* part_segment, index_t parts,
                    cudaStream_t stream) const {
     const rotated_rows to{static_cast<float*>(workspace), max_segments_, q.tokens * (q.heads / view.whole.kv_heads),

@@ -7,21 +7,23 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// The tiles that a block of a prefill kernel reads, and what its rows see of them. A kernel takes any type with
-///   argument, memory_bytes                 a launch's argument beside the problem; shared memory of a block
-///   one_piece                              whether `gather` is called once
-///   (p, parts, item, argument, memory)     for an item: `source` and `first_row` are its query rows
-///   gather(p)                              by all threads that list, without a barrier before it: lists the tiles of
-///                                          the next piece and returns their number; `has_more`: another piece follows
+/// The tiles that a block of a prefill kernel reads, and which of their slots its rows see. A kernel takes any type
+/// with
+///   argument, memory_bytes                 a launch's argument besides the problem; shared memory of a block
+///   one_piece                              whether `gather` is called only once
+///   (p, parts, item, argument, memory)     constructs it for an item; `source` and `first_row` are its query rows
+///   gather(p)                              lists the tiles of the next piece and returns their number; every
+///                                          listing thread calls it, without a barrier before it
+///   has_more                               whether another piece follows
 ///   ask(p, first_row, rows)                sets the block's rows for the calls below
-///   gathers, gathered()                    whether rows may also be gathered in other memory; their maps
+///   gathers, gathered()                    whether rows may also be gathered in other memory; the maps of that memory
 ///   gathered_row(t)                        the tile's first row there; no_index: it is not gathered
 ///   slot_of(t, row)                        the slot of row `row` of the piece's tile t; `source.stored` or more: none
-///   is_in_chunks(t)                        whether each 32 of its rows are neighbouring slots from a multiple of 32
-///                                          on, all stored
-///   meets(p, t), is_masked(p, t)           whether any row sees anything of it; whether any row does not see all of it
-///   visible_bits(p, t, c, row)             bits of the 32 slots of the tile's chunk c that a row sees
-///   visible_bits(p, t, query, bits)        the same of all its chunks, by the row's position
+///   is_in_chunks(t)                        whether each 32 of its rows are stored, neighbouring slots that begin at a
+///                                          multiple of 32
+///   meets(p, t), is_masked(p, t)           whether any row sees any of it; whether any row does not see all of it
+///   visible_bits(p, t, c, row)             bits of those of the 32 slots of the tile's chunk c that a row sees
+///   visible_bits(p, t, query, bits)        the same for all its chunks, by the row's position
 template <class Rows>
 struct dense_tiles {
   using problem_type = typename Rows::problem_type;
@@ -85,13 +87,13 @@ struct dense_tiles {
 
  private:
   struct block_place {
-    index_t row, block;  // (sequence, kv_head); of its query rows, the oldest first
+    index_t row, block;  // the (sequence, kv_head); the block of its query rows, oldest first
   };
   /// The rows of the `item`-th block. Blocks that see the most tokens go first, so that no long block is left for the
   /// end: the last query rows, and heads that store more. A head that stores less begins later by as many turns. Each
   /// warp calls it. The merge of parts takes heads in turn.
-  /// Lost (ms, a layer of 128K in chunks of 2,048, heads that keep 5 to 57 %, H200; this takes 113): heads always in
-  /// turn 150.
+  /// Slower: heads always in turn took 150 ms where this takes 113 (a layer of 128K in chunks of 2,048, heads that keep
+  /// 5 to 57 %, H200).
   __device__ static block_place place_of(const problem_type& p, const prefill_parts& parts, index_t item) {
     const index_t rows = p.view.sequences * p.view.kv_heads, lane = index_t(threadIdx.x % 32);
     const index_t blocks = parts.items / parts.splits / rows;
@@ -118,7 +120,7 @@ struct dense_tiles {
     };
     const index_t turn =
         first_where(longest / block_tokens + blocks, [&](index_t i) { return all_begun(i + 1) > item; });
-    index_t left = item - all_begun(turn);  // blocks of this turn in front of ours
+    index_t left = item - all_begun(turn);  // blocks of this turn before this one
     for (index_t first = 0;; first += 32) {
       const index_t row = first + lane;
       const unsigned begin = __ballot_sync(~0u, row < rows && begun(row, turn) < begun(row, turn + 1));

@@ -1,4 +1,4 @@
-// The tiles of attention along lines: what slash lines meet of what is stored, and the slots of vertical lines.
+// The tiles of attention along lines: the stored slots that slash lines meet, and the slots of vertical lines.
 #pragma once
 
 #include <algorithm>
@@ -13,11 +13,12 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// The rows of vertical lines are gathered side by side before attention along lines, so that the copy engine fetches
-// them too.
+// The rows of vertical lines are gathered into contiguous memory before attention along lines, so that the copy engine
+// can fetch them too.
 
 /// Scratch in which attention along lines may gather rows, aligned to 16 bytes.
-/// Lost (ms, 10 % of 128K, d 128, bf16, H200, CUDA 13.0): each block gathers them anew 60.7, where this took 59.1.
+/// Slower: if each block gathers them itself, 60.7 ms where this took 59.1 (10 % of 128K, d 128, bf16, H200, CUDA
+/// 13.0).
 struct column_memory {
   void* data = nullptr;
   std::size_t bytes = 0;
@@ -25,19 +26,20 @@ struct column_memory {
 
 namespace detail {
 
-/// A launch's argument beside the problem: its lines.
+/// A launch's argument besides the problem: its lines.
 struct line_argument {
   line_tables lines;
-  row_maps columns;      // of gathered rows, a tile to a box; box_rows 0: nothing is gathered
-  index_t capacity = 0;  // so many rows
+  row_maps columns;      // of gathered rows, a tile per box; box_rows 0: nothing is gathered
+  index_t capacity = 0;  // rows that may be gathered
 };
 
-/// How many gathered rows a head has: whole tiles, wherever its first one begins, with zeros behind its own rows.
+/// How many gathered rows a head has. They are whole tiles, wherever its first row begins, with zeros after its own
+/// rows.
 template <int Tile>
 __device__ index_t gathered_rows(index_t columns) {
   return (columns / Tile + 2) * Tile;
 }
-/// Where the gathered rows of a head's vertical lines begin; no_index: there is no room for them. By a warp.
+/// Where the gathered rows of a head's vertical lines begin; no_index: they do not fit. A warp calls it.
 template <int Tile>
 __device__ index_t gathered_at(const line_tables& lines, index_t q_head, index_t room) {
   offset_t before = 0;
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(Threads)
   }
 }
 
-/// Gathers the rows of all heads for which there is room, and says where.
+/// Gathers the rows of all heads whose rows fit, and records where they begin.
 template <class View, int Tile>
 void gather_columns(const View& view, index_t q_heads, const column_memory& memory, line_argument& argument,
                     cudaStream_t stream) {
@@ -104,12 +106,12 @@ void gather_columns(const View& view, index_t q_heads, const column_memory& memo
 /// As dense_tiles, for rows of one query head that attend along its lines.
 ///
 /// Stored slots are read in chunks of 32. A block lists the chunks that a slash line of any of its rows meets, and
-/// packs four (or two) of them into a tile, neighbours or not. Their masks leave out the vertical lines. The slots of
-/// vertical lines follow in tiles of their own, which only causality masks. A block with rows that attend everything
-/// lists all chunks and masks by both kinds of lines, so it needs no other tiles.
-/// The list lies in shared memory and has `Entries` entries: a longer one comes in pieces.
-/// Lost (ms, 10 % of 128K, d 128, bf16, H200; then this took 56.4, now 42.9): chunks that half of a block's rows meet
-/// in tiles of their own 60.1; blocks that begin at different tiles 56.9.
+/// packs four (or two) of them into a tile, whether they are neighbours or not. Their masks leave out the vertical
+/// lines. The slots of vertical lines follow in tiles of their own, which only causality masks. A block with rows that
+/// attend everything lists all chunks and masks by both kinds of lines, so it needs no other tiles.
+/// The list lies in shared memory and has `Entries` entries. A longer list comes in pieces.
+/// Slower (ms, 10 % of 128K, d 128, bf16, H200; this took 56.4 then, and takes 42.9 now): chunks that half of a block's
+/// rows meet in tiles of their own 60.1; blocks that begin at different tiles 56.9.
 template <class Rows, int Entries>
 struct line_tiles {
   using problem_type = typename Rows::problem_type;
@@ -129,13 +131,13 @@ struct line_tiles {
   struct memory {
     alignas(16) std::uint32_t entries[Entries];
     block_scan<threads, index_t, meeting> scan;
-    index_t next_chunk, last_chunk, next_column, last_column;  // what is still to be listed
+    index_t next_chunk, last_chunk, next_column, last_column;  // what remains to be listed
   };
   static constexpr int memory_bytes = sizeof(memory);
   static constexpr std::uint32_t meets_half = 1,
-                                 whole_for_half = 4,   // of the block's first 64 rows; twice that: the others
+                                 whole_for_half = 4,   // of the block's first 64 rows; doubled: of its other rows
       all_visible = 16;                                // the rule shows all rows all of it; where slots are positions
-  static constexpr std::uint32_t no_chunk = 1u << 29;  // begins behind every slot, meets nothing
+  static constexpr std::uint32_t no_chunk = 1u << 29;  // begins after every slot and meets nothing
 
   item_rows source;
   index_t first_row;
@@ -146,7 +148,8 @@ struct line_tiles {
     const index_t group = p.q.heads / p.view.kv_heads;
     const index_t in_turn = item / parts.splits, part = item % parts.splits;
     const index_t blocks = parts.items / parts.splits / p.q.heads;
-    // Head after head, so that what runs at a time reads one head's K and V; their last rows, which see most, go first.
+    // Head after head, so that blocks that run together read one head's K and V. A head's last rows, which see most, go
+    // first.
     q_head_ = in_turn / blocks;
     if (lines_.order) q_head_ = lines_.order[q_head_];
     first_row = (blocks - 1 - in_turn % blocks) * Rows::block_rows;
@@ -187,7 +190,7 @@ struct line_tiles {
   }
 
   __device__ index_t gather(const problem_type& p) {
-    meeting::wait();  // what is still to be listed is there
+    meeting::wait();  // what remains to be listed has been written
     const index_t last_chunk = list_.last_chunk, next_column = list_.next_column;
     index_t next_chunk = list_.next_chunk, listed = 0;
     for (; next_chunk < last_chunk && listed + threads * together <= Entries; next_chunk += threads * together) {
@@ -212,10 +215,10 @@ struct line_tiles {
     for (index_t i = lister(); i < columns; i += threads) {
       list_.entries[columns_at + i] = std::uint32_t(slots[i]);
     }
-    meeting::wait();  // all know what was still to be listed
+    meeting::wait();  // all threads have read what remained to be listed
     if (lister() == 0) list_.next_chunk = next_chunk, list_.next_column = next_column + columns;
     chunk_tiles_ = tiles, columns_ = columns, gathered_from_ = gathered_ + next_column;
-    meeting::wait();  // the list is there
+    meeting::wait();  // the list is complete
     return tiles + ceil_div(columns, tile);
   }
 
@@ -304,7 +307,7 @@ struct line_tiles {
     const auto is_seen = [&](index_t slot) {
       return slot < source.stored && p.rule.visible(query, position_of(p, slot));
     };
-    if (window_ <= 0) {  // slots ascend: mostly all of them are seen
+    if (window_ <= 0) {  // slots ascend: usually all of them are visible
       if (is_seen(slot_of(t, (c + 1) * chunk_slots - 1))) return ~0u;
       index_t seen = 0;
 #pragma unroll 1
@@ -322,7 +325,7 @@ struct line_tiles {
     return visible;
   }
 
-  /// This thread's number among those that list.
+  /// This thread's number among the listing threads.
   __device__ static index_t lister() { return index_t(threadIdx.x % threads); }
   /// The entries of a tile of chunks.
   struct alignas(tile_chunks * 4) chunks {
@@ -342,7 +345,7 @@ struct line_tiles {
     const auto bit_of = [&](index_t distance) { return lines_.positions() - 1 - distance; };
     std::uint32_t slash = 0;
     if (!p.view.positions) {
-      // Distances fall as slots rise, so the bits stand the other way round: neighbours lie side by side.
+      // Distances fall as slots rise, so the bits are in reverse order. Neighbours stay side by side.
       const index_t bit = bit_of((max)(query - first, 0));
       slash = __funnelshift_r(slash_[bit / 32], slash_[bit / 32 + 1], bit % 32);
     } else {
@@ -356,7 +359,7 @@ struct line_tiles {
     return visible & (query >= dense_from_ ? ~0u : lines);
   }
 
-  /// Which of the block's rows meet neighbouring chunks before `last`, eight bits each; 0: none.
+  /// Which of the block's rows meet each of the neighbouring chunks before `last`, in eight bits each; 0: none.
   __device__ std::uint32_t flags_from(const problem_type& p, index_t chunk, index_t last) const {
     std::uint32_t flags = 0;
     if (chunk >= last) return flags;
@@ -379,7 +382,7 @@ struct line_tiles {
                     newest = Rows::position_of(p, source, row + half_rows - 1);
       if (first > newest) hidden = ~0u;
       if (first > newest) continue;
-      // Distances of the first chunk's slots begin here; of each chunk behind it 32 bits on.
+      // Distances of the first chunk's slots begin here. Those of each later chunk begin 32 bits further on.
       const index_t begin = lines_.positions() - 1 - (newest - first), word = begin / 32, bit = begin % 32;
       constexpr int span = (half_rows + chunk_slots - 2) / 32 + 2;  // words that hold a chunk's distances
       std::uint32_t bits[span + together - 1];
@@ -412,7 +415,7 @@ struct line_tiles {
     }
     return flags;
   }
-  /// The same of one chunk, whatever the slots' positions.
+  /// The same for one chunk, whatever the slots' positions.
   __device__ std::uint32_t flags_of(const problem_type& p, index_t chunk) const {
     const index_t first = chunk * chunk_slots, last = (min)(first + chunk_slots, source.stored) - 1;
     const index_t first_key = position_of(p, first), last_key = position_of(p, last);
@@ -457,7 +460,7 @@ struct line_tiles {
     index_t word = begin / 32;
     std::uint32_t bits[few];
 #pragma unroll
-    for (int i = 0; i < few; ++i) bits[i] = slash_[(min)(word + i, lines_.words)];  // under way together
+    for (int i = 0; i < few; ++i) bits[i] = slash_[(min)(word + i, lines_.words)];  // all loads are in flight together
 #pragma unroll
     for (int i = 0; i < few; ++i) take(word + i, bits[i]);
     for (word += few; word * 32 < end && !(result.any && !result.all); ++word) take(word, slash_[word]);
@@ -469,8 +472,8 @@ struct line_tiles {
   memory& list_;
   const std::uint32_t *slash_, *vertical_;
   index_t q_head_, window_, dense_from_, gathered_;
-  index_t chunk_tiles_ = 0, columns_ = 0, gathered_from_ = 0;  // of what the piece's list consists
-  index_t half_ = 0, oldest_ = 0, newest_ = 0;                 // who asks
+  index_t chunk_tiles_ = 0, columns_ = 0, gathered_from_ = 0;  // what the piece's list consists of
+  index_t half_ = 0, oldest_ = 0, newest_ = 0;                 // the present rows: their half, oldest and newest
   bool reads_all_;
 };
 

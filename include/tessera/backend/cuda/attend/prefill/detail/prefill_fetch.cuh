@@ -1,4 +1,4 @@
-// The warps of the Hopper prefill kernel that fetch, in boxes of the copy engine where possible.
+// The warps of the Hopper prefill kernel that fetch tiles, by boxes of the copy engine where possible.
 #pragma once
 
 #include "../../../device/barrier.cuh"
@@ -8,8 +8,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// The sizes and the shared memory of the Hopper prefill kernel: a ring of tiles, and what the fetching warps tell the
-// computing ones.
+// The sizes and the shared memory of the Hopper prefill kernel: a ring of tiles, and what the fetching warps pass to
+// the computing warps.
 
 namespace detail {
 
@@ -22,18 +22,19 @@ struct prefill_hopper_shape : prefill_rows<View, Out, 8, 1, 128, 4> {
   static constexpr int copying_warps = 4, copiers = copying_warps * 32, computers = base::threads;
   static constexpr int threads = computers + copiers, listers = copiers;
   // Barriers 1 and 2 are the groups' turns.
-  using meeting = numbered_barrier<3, threads>;  // of both roles, each at its own place of the code
+  using meeting = numbered_barrier<3, threads>;  // of both roles; each role has its own line of code
   using listing = numbered_barrier<4, copiers>;  // of the warps that fetch
-  // Of the 168 that each thread begins with. Lost (ms, 16K causal, H200, CUDA 13.0; this takes 3.75): 72 and 216 5.28.
+  // Registers, of the 168 that each thread begins with. Slower: 72 and 216 took 5.28 ms where this takes 3.75 (16K
+  // causal, H200, CUDA 13.0).
   static constexpr int copier_registers = 56, computer_registers = 224;
   static constexpr int resident = 1, stages = 3, group_rows = 64, half_bytes = tile * 128;  // of 64 elements a token
   static constexpr int k_bytes = D / 64 * half_bytes, v_bytes = Dv / 64 * half_bytes;
   static_assert(block_rows == tile && copiers == block_rows,
                 "tessera: queries are laid out as a tile of keys, and each thread that fetches looks at one row");
-  /// What the rows see of a tile: flags of each group, and bits by chunk of slots and row where something is hidden.
+  /// What the rows see of a tile: flags for each group, and, where something is hidden, bits by chunk of slots and row.
   struct alignas(16) sight {
-    // by_rows: written by threads, not in boxes. queries, end: no tile, but the next item's queries, or none for now;
-    // last: no more.
+    // by_rows: threads copied the tile row by row, without boxes. queries, end: this is no tile, but the next item's
+    // queries (queries) or, for now, nothing (end). last: nothing more follows.
     enum : std::uint32_t { met = 1, masked = 2, by_rows = 4, queries = 8, end = 16, last = 32 };
     std::uint32_t of_group[2], bits[base::tile_chunks][block_rows];
   };
@@ -54,26 +55,26 @@ struct ring_place {
   }
 };
 
-/// Keys, values, sights and barriers of each stage, and notes. A tile's sight has the same lifetime as its keys. The
-/// queries of an item are fetched as keys without values, before its tiles.
+/// Keys, values, sights and barriers of each stage, and notes. A tile's sight has the same lifetime as its keys. An
+/// item's queries are fetched before its tiles, as keys without values.
 template <class Shape>
 struct prefill_ring {
   static constexpr int stages = Shape::stages, stage_bytes = Shape::k_bytes + Shape::v_bytes;
   using sight = typename Shape::sight;
-  /// The rows that the tiles behind queries are for.
+  /// The item whose tiles follow the queries: its rows.
   struct work {
     typename Shape::item_rows source;
     index_t first_row;
   };
-  /// Items that are fetched before it is known whether one is spoilt: that item, those whose queries lie in the ring,
-  /// and one more.
+  /// How many items may be fetched before it is known whether one is spoilt: that item, those whose queries lie in the
+  /// ring, and one more.
   static constexpr int works = 8;
   static_assert(stages + 2 <= works && works <= 32);
   struct notes {
-    work items[works];  ///< by number of the item
-    unsigned spoilt;    ///< which of them met a value that a row must not see
-    index_t next[2];    ///< the items behind, by turns
-    bool waits[2];      ///< whether spoilt ones go first
+    work items[works];  ///< by the item's number
+    unsigned spoilt;    ///< bits of the items that met a value that a row must not see
+    index_t next[2];    ///< the following items, in alternation
+    bool waits[2];      ///< whether spoilt items go first
   };
   static constexpr int barriers_at = stages * (stage_bytes + int(sizeof(sight))),
                        notes_at = barriers_at + stages * 4 * 8;
@@ -94,18 +95,18 @@ struct prefill_ring {
   __device__ std::uint32_t keys_freed(int stage) const { return keys_filled(stage) + stages * 8; }
   __device__ std::uint32_t values_filled(int stage) const { return keys_filled(stage) + stages * 16; }
   __device__ std::uint32_t values_freed(int stage) const { return keys_filled(stage) + stages * 24; }
-  /// By one thread, before a barrier of the block.
+  /// One thread calls it, before a barrier of the block.
   __device__ void begin() const {
     for (int i = 0; i < stages; ++i) {
       init_barrier(keys_filled(i), 2 * Shape::copiers), init_barrier(keys_freed(i), Shape::computers);
       init_barrier(values_filled(i), Shape::copiers), init_barrier(values_freed(i), Shape::computers);
     }
-    publish_barriers();  // the copy engine counts bytes at them
+    publish_barriers();  // the copy engine counts bytes at these barriers
     noted().spoilt = 0;
   }
 };
 
-/// Fetches queries, keys and values, and writes what rows see of them.
+/// Fetches queries, keys and values, and writes which slots the rows see.
 template <class View, class Out>
 struct prefill_fetch : prefill_hopper_shape<View, Out> {
   using shape = prefill_hopper_shape<View, Out>;
@@ -129,7 +130,7 @@ struct prefill_fetch : prefill_hopper_shape<View, Out> {
     int number = 0;
     index_t item = index_t(blockIdx.x);
     bool waits = false;
-    std::uint32_t again = 0;  // which of the items in the notes are still to be fetched again
+    std::uint32_t again = 0;  // the items of the notes that remain to be fetched again
 #pragma unroll 1
     while (true) {
       const bool last = item >= parts.items, fresh = again == 0;
@@ -154,7 +155,7 @@ struct prefill_fetch : prefill_hopper_shape<View, Out> {
         notes.next[number % 2] = next;
         notes.waits[number % 2] = atomicOr(&notes.spoilt, 0u) != 0;
       }
-      listing::wait();  // all have left the list
+      listing::wait();  // all threads have finished with the list
       if (fresh) {
         item = notes.next[number % 2], waits = notes.waits[number % 2], ++number;
       } else if (again &= again - 1; again == 0) {
@@ -167,8 +168,8 @@ struct prefill_fetch : prefill_hopper_shape<View, Out> {
   }
 
  private:
-  /// Fetches the queries of an item and notes it at `number`; no_index: it is noted already. Without `tiles`, tells
-  /// that there is no item.
+  /// Fetches the queries of an item and notes the item at `number`; no_index: it is noted already. Without `tiles`,
+  /// signals that there is no item.
   template <class Tiles>
   __device__ static void tell(const problem_type& p, const Tiles* tiles, const ring& stored, std::uint32_t what,
                               index_t number, ring_place& at) {
@@ -197,10 +198,10 @@ struct prefill_fetch : prefill_hopper_shape<View, Out> {
     index_t head;
     offset_t outer;
   };
-  /// Fetches the tiles of a piece, and writes what each row sees of them: a thread looks at one row.
-  /// Its work for a tile must end within the time of the tile's products, or the products wait: a quarter of their time
-  /// was waiting. Lost (ms, attention along 10 % of 128K, d 128, bf16, H200, CUDA 13.0; this takes 42.9): one warp asks
-  /// for all boxes 59.1; what is known of a tile looked up once there is room for it, and more than once, 47.6.
+  /// Fetches the tiles of a piece, and writes what each row sees of them. Each thread examines one row.
+  /// A tile's work here must end within the time of its products, or the products wait: waiting was a quarter of their
+  /// time. Slower (ms, attention along 10 % of 128K, d 128, bf16, H200, CUDA 13.0; this takes 42.9): one warp requests
+  /// all boxes 59.1; a tile's facts looked up only when its stage is free, and more than once, 47.6.
   template <class Tiles>
   __device__ static void fetch(const problem_type& p, const row_maps& maps, Tiles& tiles, const ring& stored,
                                index_t count, ring_place& at) {
@@ -217,14 +218,14 @@ struct prefill_fetch : prefill_hopper_shape<View, Out> {
       if constexpr (View::is_raw)
         arrive_after_copies(barrier);
       else
-        arrive(barrier);  // decoded rows were stored, not copied
+        arrive(barrier);  // decoded rows were stored by threads, not copied asynchronously
     };
 #pragma unroll 1
     for (index_t t = 0; t < count; ++t, at.advance()) {
       const int stage = at.stage;
       int lane = threadIdx.x % 32;
-      asm volatile("" : "+r"(lane));  // keeps the addresses of a tile's rows from being held in registers
-      // Everything that is known of the tile before its stage is free.
+      asm volatile("" : "+r"(lane));  // keeps the compiler from holding addresses of rows in registers
+      // All facts of the tile are computed before its stage is free.
       index_t gathered = no_index;
       if constexpr (Tiles::gathers) gathered = tiles.gathered_row(t);
       const bool in_boxes = gathered != no_index || (stored_boxes > 0 && tiles.is_in_chunks(t));
@@ -235,7 +236,8 @@ struct prefill_fetch : prefill_hopper_shape<View, Out> {
       std::uint32_t bits[base::tile_chunks] = {};
       if (masked) tiles.visible_bits(p, t, query, bits);
 
-      // Copies a tile's keys or values, by the first lane of each warp: lanes would request boxes one after another.
+      // Copies a tile's keys or values. The first lane of each warp requests the boxes: lanes would do so one after
+      // another.
       const auto copy_boxes = [&](const CUtensorMap row_maps::* tensor, std::uint32_t to, int dim,
                                   std::uint32_t barrier) {
         const CUtensorMap* map = &(maps.*tensor);

@@ -12,8 +12,8 @@ namespace cuda {
 
 // Products of four warps at a time (wgmma), which only sm_90a has.
 
-/// d [64, Columns] = a [64, 16] b [16, Columns], or += if `add`, by four warps; a in registers, b in shared memory.
-/// Transposed: b's rows are its depth. Asynchronous: d and a are in use until wait_products.
+/// d [64, Columns] = a [64, 16] b [16, Columns], or += if `add`, by four warps. a is in registers, b in shared memory.
+/// Transposed: the rows of b are along its depth. Asynchronous: d and a are in use until wait_products.
 template <class T, int Columns, bool Transposed>
 __device__ __forceinline__ void multiply_async(float (*d)[4], const std::uint32_t (&a)[4], std::uint64_t b,
                                                bool add = true) {
@@ -89,14 +89,14 @@ __device__ __forceinline__ void multiply_async(float (*d)[4], const std::uint32_
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-/// Waits until at most `Pending` of the groups of products committed last are under way.
+/// Waits until at most the last `Pending` committed groups of products are still running.
 template <int Pending = 0>
 __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-/// Registers of a thread from here on, for all four warps: fewer than the launch gave, or more, once others have given
-/// theirs.
+/// Sets the registers of a thread from here on; all four warps call it. The number may be below what the launch gave,
+/// or above it once other warps have released theirs.
 template <int Registers>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
@@ -106,7 +106,7 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
-/// Products have arrived in `d`: keeps the compiler from moving them before that.
+/// The products in `d` are complete. Keeps the compiler from moving uses of `d` before this point.
 template <int Columns>
 __device__ __forceinline__ void settle(float (&d)[Columns][4]) {
 #pragma unroll
@@ -119,13 +119,14 @@ template <class View>
 inline constexpr bool fits_hopper_prefill =
     (View::k_dim == 64 || View::k_dim == 128) && (View::v_dim == 64 || View::v_dim == 128);
 
-/// Two groups of four warps, 64 query rows each, and four warps that fetch, in boxes of the copy engine where they can.
-/// Queries stay in registers; K and V stream through a ring of three tiles in rows of 128 bytes, their chunks exchanged
-/// as the product's descriptors want it. A tile's values are multiplied behind the next tile's keys and beside its
-/// exponentials, and the groups take turns at the products. A block attends item after item: one's queries and tiles
-/// are fetched while the one before is computed. Lost (TFLOP/s, 16K causal, d 128, bf16, group 4, H200, CUDA 13.0; then
-/// this gave 520, now 587): exponentials behind both products, which were 64 columns wide, 500; so without turns 483;
-/// so with rows copied one by one 432; no warps that only fetch, and neither 470.
+/// Two groups of four warps compute, 64 query rows each, and four warps fetch, by boxes of the copy engine where they
+/// can. Queries stay in registers. K and V stream through a ring of three tiles in rows of 128 bytes, whose chunks are
+/// swizzled as the product's descriptors require. A tile's values are multiplied after the next tile's keys and while
+/// that tile's exponentials are computed. The groups take turns at the products. A block attends item after item: the
+/// queries and tiles of an item are fetched while the previous item is computed.
+/// Slower (TFLOP/s, 16K causal, d 128, bf16, group 4, H200, CUDA 13.0; this gave 520 then, and gives 587 now):
+/// exponentials after both products, which were 64 columns wide, 500; the same without turns 483; the same with rows
+/// copied one by one 432; without fetching warps and without either of these 470.
 template <class View, class Out>
 struct prefill_hopper_kernel : prefill_fetch<View, Out> {
   using fetching = prefill_fetch<View, Out>;
@@ -145,7 +146,7 @@ struct prefill_hopper_kernel : prefill_fetch<View, Out> {
     extern __shared__ __align__(1024) unsigned char wide_memory[];
     const ring stored(wide_memory);
     if (threadIdx.x == 0) stored.begin();
-    __syncthreads();  // the barriers are there
+    __syncthreads();  // the barriers are initialised
     if (int(threadIdx.x) >= computers) {
       give_registers<shape::copier_registers>();
       fetching::template fetch_items<Tiles>(p, parts, maps, argument, stored, wide_memory + shared_bytes);
@@ -156,10 +157,10 @@ struct prefill_hopper_kernel : prefill_fetch<View, Out> {
   }
 
  private:
-  /// Descriptor of an operand at `address`: groups of eight 128-byte rows, 1024 bytes apart, 128-byte swizzle. Of
-  /// values the second 64 elements of a row lie `half_bytes` behind the first. To add n is to go 16 n bytes on.
-  /// Only the lower half differs, and lanes say that they have the same: the assembler then adds in the registers that
-  /// a product takes it from, a few instructions a product.
+  /// Descriptor of an operand at `address`: groups of eight 128-byte rows, 1024 bytes apart, 128-byte swizzle. For
+  /// values, the second 64 elements of a row lie `half_bytes` after the first. Adding n advances by 16 n bytes.
+  /// Only the lower half differs. The code states that all lanes have the same value, so the assembler adds directly in
+  /// the registers that a product reads, which saves a few instructions per product.
   __device__ static std::uint32_t descriptor(std::uint32_t address, int apart = 16) {
     return __shfl_sync(~0u, address / 16 | std::uint32_t(apart / 16) << 16, 0);
   }
@@ -185,7 +186,8 @@ struct prefill_hopper_kernel : prefill_fetch<View, Out> {
     }
     commit_products();
   }
-  /// Arrives once a sum of weights is there: what follows is not waited for before, as the assembler would have it.
+  /// Arrives once a sum of weights is complete. It does not wait for later work, for which the assembler would
+  /// otherwise wait.
   __device__ static void arrive_after(std::uint32_t barrier, float sum) {
     asm volatile(
         "{\n.reg .pred there;\nsetp.geu.f32 there, %1, 0f00000000;\n"
@@ -193,7 +195,7 @@ struct prefill_hopper_kernel : prefill_fetch<View, Out> {
         "f"(sum)
         : "memory");
   }
-  /// Every lane arrives: racecheck takes one for its warp as no order.
+  /// Every lane arrives: racecheck does not count the arrival of one lane as ordering its whole warp.
   __device__ static void leave(std::uint32_t barrier) {
     __syncwarp();
     arrive(barrier);
@@ -202,11 +204,12 @@ struct prefill_hopper_kernel : prefill_fetch<View, Out> {
   __device__ static void wait_turn(int group) { wait_at(1 + group, computers); }
   __device__ static void end_turn(int group) { arrive_at(2 - group, computers); }
 
-  /// Between ordinary reads and writes of shared memory and those of products and the copy engine.
+  /// Orders ordinary reads and writes of shared memory against those of products and the copy engine.
   __device__ static void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-  /// Attends what is fetched, by the warps that compute. Items in whose output was a value that a row must not see are
-  /// attended again: only then are values looked at, which takes as long as the products.
+  /// Attends the fetched tiles, by the computing warps. If a value that a row must not see was not finite, it reached
+  /// the output: such an item is attended again. Values are examined only then, because this takes as long as the
+  /// products.
   __device__ static void attend_items(const problem_type& p, const prefill_parts& parts, const ring& stored) {
     const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, group = warp / 4;
     const typename base::logit_scale scale(p.rule);
@@ -255,18 +258,18 @@ struct prefill_hopper_kernel : prefill_fetch<View, Out> {
     }
   }
 
-  /// Attends the tiles behind an item's queries, which lie at `at`; then this is where the next item's lie.
+  /// Attends the tiles that follow an item's queries at `at`, and then sets `at` to the next item's queries.
   __device__ static void attend(const ring& stored, const std::uint32_t (&q)[D / 16][4],
                                 const typename base::logit_scale& scale, bool careful, ring_place& at, running& state) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
     weights w;
-    bool pending = false;  // are the weights of the tile before still to be multiplied with its values?
-    bool by_rows = false, before_by_rows = false;  // what threads have copied
+    bool pending = false;  // whether the previous tile's weights are still to be multiplied with its values
+    bool by_rows = false, before_by_rows = false;  // whether threads copied this tile, and the previous one
     const auto wait_values = [&](const ring_place& of, bool copied_by_rows) {
       wait_phase(stored.values_filled(of.stage), of.parity);
       if (copied_by_rows) fence_async();
     };
-    ring_place before = at;  // at first the queries, which have no values
+    ring_place before = at;  // the previous place: at first that of the queries, which have no values
     const auto multiply_pending = [&](std::uint32_t values) {
       settle(state.out[0]);
       begin_products();
@@ -288,7 +291,7 @@ struct prefill_hopper_kernel : prefill_fetch<View, Out> {
       if (by_rows) fence_async();
       wait_values(before, before_by_rows);
       const bool masked = of_group & sight::masked;
-      // Before the turn, so that products begin at once in it.
+      // Computed before the turn begins, so that products can start at once.
       const std::uint32_t keys = keys_from(stored, at.stage), values = values_from(stored, before.stage);
       int way = !(of_group & sight::met) ? 0 : !pending || scale.first ? 1 : masked ? 2 : 3;
       asm volatile("" : "+r"(way));
@@ -304,8 +307,8 @@ struct prefill_hopper_kernel : prefill_fetch<View, Out> {
       logits s;
       settle(s[0]);
       typename base::shrinking asked;
-      // Exponentials run beside the values' products. While products are under way there is no branch: the compiler
-      // would wait for each.
+      // Exponentials run beside the values' products. There is no branch while products are running: the compiler would
+      // wait for them at each branch.
       const auto overlap = [&](auto hidden) {
         settle(state.out[0]);
         begin_products();

@@ -8,11 +8,11 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Rows of K, V and Q lie in shared memory, padded to an odd number of 16-byte chunks, so that matrix loads do not
-/// collide. A loaded fragment of K or V serves two row tiles: with one, shared memory is the limit. Beyond v_dim 128
-/// two do not fit the registers.
-/// Lost (TFLOP/s, 16K causal, d 128, bf16, group 4, H200, CUDA 13.0; this gives 340): one block of eight warps instead
-/// of two of four 301, queries in registers with tiles of 32 tokens 294.
+/// Rows of K, V and Q lie in shared memory, padded to an odd number of 16-byte chunks, so that matrix loads have no
+/// bank conflicts. A loaded fragment of K or V serves two row tiles: with one, shared memory is the limit. Beyond v_dim
+/// 128, two row tiles do not fit the registers.
+/// Slower (TFLOP/s, 16K causal, d 128, bf16, group 4, H200, CUDA 13.0; this gives 340): one block of eight warps
+/// instead of two of four 301; queries in registers with tiles of 32 tokens 294.
 template <class View, class Out>
 inline constexpr int prefill_warps = View::k_dim <= 128 && View::v_dim <= 128 ? 4 : 8;
 template <class View, class Out>
@@ -24,7 +24,7 @@ struct prefill_kernel : prefill_rows_of<View, Out> {
   using base::block_rows, base::D, base::Dv, base::row_tiles, base::tile, base::warp_rows, base::warps;
   using typename base::logits, typename base::item_rows, typename base::problem_type, typename base::running;
   using typename base::T, typename base::weights;
-  static constexpr int resident = warps == 4 ? 2 : 1;  // blocks of a multiprocessor
+  static constexpr int resident = warps == 4 ? 2 : 1;  // blocks per multiprocessor
   using listing = whole_block;
   static constexpr int listers = base::threads;
   static constexpr int k_row = ((D / 8) | 1) * 16, v_row = ((Dv / 8) | 1) * 16;
@@ -111,7 +111,7 @@ struct prefill_kernel : prefill_rows_of<View, Out> {
 #pragma unroll 1
       for (index_t t = 0; t < count; ++t) {
         wait_copies<0>();
-        __syncthreads();  // the tile is there, and all warps have left the one before
+        __syncthreads();  // the tile has arrived, and all warps have finished the previous one
         if (t + 1 < count) stage(p, tiles, t + 1, ring(t + 1), warp, lane);
         commit_copies();
         if (idle || !tiles.meets(p, t)) continue;
@@ -138,7 +138,7 @@ struct prefill_kernel : prefill_rows_of<View, Out> {
       }
       if constexpr (Tiles::one_piece) break;
       if (!tiles.has_more()) break;
-      __syncthreads();  // all warps have left the piece, its list and both tiles
+      __syncthreads();  // all warps have finished with the piece, its list and both tiles
       count = tiles.gather(p);
       if (count > 0) stage(p, tiles, 0, ring(0), warp, lane);
       commit_copies();

@@ -1,4 +1,4 @@
-// What all kernels of prefill attention share: all but the matrix products.
+// What all kernels of prefill attention share: everything except the matrix products.
 #pragma once
 
 #include "../../../../../math/softmax_state.hpp"
@@ -13,14 +13,14 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Where the range of tokens of each query block of all heads' rows is cut into `splits`, so that there are `items`:
-/// unnormalised outputs and softmax states of the parts, by ((head's row * query blocks + query block) * splits + part)
-/// * query rows of a block + row.
+/// The parts of query blocks whose range of tokens is cut into `splits`, so that there are `items` in all: their
+/// unnormalised outputs and softmax states. The index of a row is ((head's row * query blocks + query block) * splits +
+/// part) * query rows of a block + row.
 struct prefill_parts {
   index_t splits = 1, items = 0;
   float* out = nullptr;      // [.., v_dim]
   float2* state = nullptr;   // reference (base 2) and sum
-  index_t* taken = nullptr;  // how many items behind the first of each block are taken, 0 at first; null: in turn
+  index_t* taken = nullptr;  // items taken in all, beyond the first of each block; 0 at first; null: fixed order
 };
 
 /// A block of Warps * RowTiles * 16 query rows against tiles of Tile tokens, which Copiers warps fetch. A warp's
@@ -47,14 +47,14 @@ struct prefill_rows {
     return p.first_position[at.sequence] + (min)(row, at.query_rows - 1) / at.group;
   }
 
-  /// First slot whose key is newer than `position`: positions ascend.
+  /// First slot whose key is newer than `position`. Positions ascend by slot.
   __device__ static index_t first_newer(const problem_type& p, const item_rows& at, index_t position) {
     if (!p.view.positions) return position < 0 ? 0 : (min)(position, at.stored - 1) + 1;
     return first_where_in_warp(at.stored, int(threadIdx.x % 32),
                                [&](index_t slot) { return p.view.position(at.sequence, at.head, slot) > position; });
   }
-  /// The slots that some queries see, where `oldest` is the oldest and `newest` the newest query; with the two
-  /// exchanged, the slots that all queries see.
+  /// The slots that any of some queries sees, where `oldest` is the oldest and `newest` the newest query. With the two
+  /// exchanged, the slots that all of them see.
   __device__ static slot_range visible_range(const problem_type& p, const item_rows& at, index_t oldest,
                                              index_t newest) {
     return {p.rule.sliding_window > 0 ? first_newer(p, at, oldest - p.rule.sliding_window) : 0,
@@ -74,7 +74,7 @@ struct prefill_rows {
       const index_t behind = query - first, window = p.rule.sliding_window;
       return stored & low_bits(behind + 1) & ~(window > 0 ? low_bits(behind + 1 - window) : 0u);
     }
-    // Positions ascend: what is not newer than a position is a run from the first slot on.
+    // Positions ascend: the slots that are not newer than a position are a run that begins at the first slot.
     const index_t slots = (min)(at.stored - first, chunk_slots);
     const auto not_newer = [&](index_t position) {
       index_t count = 0;
@@ -94,8 +94,8 @@ struct prefill_rows {
     return soft_cap - __fdividef(2 * soft_cap, power_of_two(scaled * (2 * log2e / soft_cap)) + 1);
   }
 
-  /// A warp copies `Rows` rows of `Chunks` chunks of 16 bytes to `to(row, chunk)`, lane i knowing where row i lies;
-  /// zeros where it is not valid.
+  /// A warp copies `Rows` rows of `Chunks` chunks of 16 bytes to `to(row, chunk)`. Lane i knows where row i lies. Rows
+  /// that are not valid become zeros.
   template <int Rows, int Chunks, class To>
   __device__ static void copy_rows(const T* row, bool row_valid, int lane, const To& to) {
     constexpr int copies = Rows * Chunks;
@@ -123,8 +123,8 @@ struct prefill_rows {
       }
     }
   }
-  /// Copy a warp's share of a tile's keys or values, zeros where nothing is stored; `mine` is the slot of the tile's
-  /// row `warp_share * warp + lane % warp_share`. Rows are numbered within the tile.
+  /// Copies a warp's share of a tile's keys or values, with zeros where nothing is stored. `mine` is the slot of the
+  /// tile's row `warp_share * warp + lane % warp_share`. Rows are numbered within the tile.
   static constexpr int warp_share = tile / Copiers;
   template <class To>
   __device__ static void copy_keys(const problem_type& p, const item_rows& at, index_t mine, int warp, int lane,
@@ -162,7 +162,8 @@ struct prefill_rows {
     copy_rows<Rows, D / 8>(p.q.row(at.sequence, row / at.group, at.q_head + row % at.group), valid, lane, to);
   }
 
-  /// Of query rows lane / 4 + {0, 8} of each row tile: outputs, the exponents' reference (base 2), this lane's sum.
+  /// For query rows lane / 4 + {0, 8} of each row tile: outputs, the exponents' reference (base 2), and this lane's
+  /// sum.
   struct running {
     float out[row_tiles][Dv / 8][4];
     float reference[row_tiles * 2], sum[row_tiles * 2];
@@ -177,7 +178,7 @@ struct prefill_rows {
       for (int n = 0; n < Dv / 8; ++n) state.out[r / 2][n][r % 2 * 2] = state.out[r / 2][n][r % 2 * 2 + 1] = 0;
     }
   }
-  /// Hides what rows do not see: `seen(r, c)` has the bits of slots [32 c, 32 c + 32) of the tile for row lane / 4 + 8
+  /// Masks what rows do not see. `seen(r, c)` has the bits of slots [32 c, 32 c + 32) of the tile for row lane / 4 + 8
   /// r of the warp.
   template <class Seen>
   __device__ static void mask(logits& s, int lane, const Seen& seen) {
@@ -196,9 +197,9 @@ struct prefill_rows {
   }
   using weights = std::uint32_t[row_tiles][tile / 16][4];
 
-  /// Cap and scale, where they come before the maximum: capped logits, and those of a negative scale.
+  /// The cap and the scale, where they must be applied before the maximum: for capped logits and for a negative scale.
   struct logit_scale {
-    float scale, soft_cap, factor;  // factor: what remains, in base 2
+    float scale, soft_cap, factor;  // factor: the scale that remains, in base 2
     bool first;
 
     __device__ explicit logit_scale(const logit_rule& rule)
@@ -220,8 +221,8 @@ struct prefill_rows {
     float by[row_tiles * 2];
     bool any;
   };
-  /// Logits become weights relative to the reference, which follows the maximum; outputs are left to `shrink`. No
-  /// branches: products may be under way.
+  /// Turns logits into weights relative to the reference, which follows the maximum. Outputs are rescaled later, by
+  /// `shrink`. There are no branches, because products may be running.
   __device__ static shrinking normalise(float factor, logits& s, running& state) {
     shrinking result;
     result.any = false;
@@ -231,11 +232,11 @@ struct prefill_rows {
 #pragma unroll
       for (int n = 0; n < tile / 8; ++n) top = fmaxf(top, fmaxf(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]));
       top = lanes_max<4>(top);
-      // Weights up to 2^8 do no harm, so that outputs are rescaled a few times in all, not once a tile. Each row
-      // decides for itself: its bits do not depend on the rows beside it, nor on how a prompt is cut into chunks.
+      // Weights up to 2^8 are harmless, so outputs are rescaled only a few times in all, not once a tile. Each row
+      // decides for itself: its bits depend neither on neighbouring rows nor on how a prompt is cut into chunks.
       top *= factor;
       const float next = top > state.reference[r] + 8 ? top : state.reference[r];
-      // Nothing seen so far: outputs are 0 and stay so.
+      // Nothing was visible so far: outputs are 0 and stay so.
       const bool same = next == state.reference[r];
       result.by[r] = same ? 1.0f : power_of_two(state.reference[r] - next);
       result.any = result.any || !same;
@@ -281,7 +282,7 @@ struct prefill_rows {
   __device__ static bool all_finite(const Chunk& chunk, int lane) {
     return special_values<T>::template all_finite<tile, Dv / 8>(chunk, lane);
   }
-  /// The product of weights and values where some of them are masked and not finite; `fragment(k, pair)` is the lane's
+  /// The product of weights and values where some values are masked and not finite. `fragment(k, pair)` is the lane's
   /// address of tokens [16 k, 16 k + 16), dims [16 pair, 16 pair + 16).
   template <class Fragment>
   __device__ static void multiply_visible_values(const weights& w, const Fragment& fragment, running& state) {
@@ -292,7 +293,7 @@ struct prefill_rows {
   struct row_result {
     float factor, lse;
   };
-  /// What a row's outputs are multiplied by, sink logit included, and its log-sum-exp.
+  /// The factor of a row's outputs, sink logit included, and the row's log-sum-exp.
   __device__ static row_result close(const problem_type& p, index_t q_head, float reference, float sum) {
     softmax_state total{reference * ln2, sum};
     const float factor = total.close(p.rule.sink_logits, q_head);
@@ -307,7 +308,7 @@ struct prefill_rows {
     }
   }
 
-  /// Writes a warp's rows, or its part of them.
+  /// Writes a warp's rows, or its part of them if the range is split.
   __device__ static void finish(const problem_type& p, const prefill_parts& parts, const item_rows& at,
                                 index_t first_row, int lane, const running& state) {
 #pragma unroll
@@ -318,7 +319,7 @@ struct prefill_rows {
       if (parts.splits > 1) {
         const offset_t slot = offset_t(at.item) * block_rows + row % block_rows;
         if (lane % 4 == 0) parts.state[slot] = make_float2(state.reference[r], sum);
-        if (sum == 0) continue;  // the merge passes over it
+        if (sum == 0) continue;  // the merge skips it
         float* out = parts.out + slot * Dv + lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < Dv / 8; ++n) {
@@ -339,7 +340,7 @@ struct prefill_rows {
     }
   }
 
-  /// Merges the parts of row `row` of work item `item`, in order; a warp does it.
+  /// Merges the parts of row `row` of work item `item`, in order. A warp calls it.
   __device__ static void merge(const problem_type& p, const prefill_parts& parts, index_t item, index_t row,
                                index_t sequence, index_t token, index_t q_head, int lane) {
     const offset_t slot = offset_t(item) * parts.splits * block_rows + row;

@@ -10,15 +10,16 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Boxes of `box_rows` neighbouring rows, 64 elements of each, for keys and for values. No box: copy element by
-/// element.
+/// Maps for boxes of `box_rows` neighbouring rows, 64 elements of each, for keys and for values. Without boxes, rows
+/// are copied element by element.
 struct row_maps {
   CUtensorMap k, v;
   index_t box_rows = 0;
   index_t head_step = 1, outer_step = 1;  ///< 0 where heads, or sequences, have no stride
 };
 
-/// How many rows from a multiple of that many slots on lie side by side, at most `most`: 0 if a table promises nothing.
+/// How many neighbouring slots, at most `most`, are sure to be contiguous rows if the first is a multiple of that
+/// number. 0: the table guarantees none.
 template <class Table>
 index_t rows_together(const Table& table, index_t most) {
   if constexpr (paged_table<Table>) {
@@ -31,8 +32,8 @@ index_t rows_together(const Table& table, index_t most) {
   }
 }
 
-/// The map of rows of two-byte elements, 128 bytes of a row to a row of a box, whose 16-byte chunks are exchanged as
-/// products of four warps read them. False if the copy engine does not take the strides.
+/// The map of rows of two-byte elements. A box has 128 bytes of each row, whose 16-byte chunks are swizzled as products
+/// of four warps read them. Returns false if the copy engine does not accept the strides.
 inline bool map_rows(CUtensorMap& map, const void* rows, int dim, const row_strides& strides, index_t box_rows) {
   static const auto encode = [] {
     void* found = nullptr;
@@ -42,13 +43,13 @@ inline bool map_rows(CUtensorMap& map, const void* rows, int dim, const row_stri
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(error == cudaSuccess ? found : nullptr);
   }();
   if (!encode || strides.dim != 1) return false;
-  constexpr cuuint64_t many = 0x7fffffff;  // how many rows are stored is known on the device alone
+  constexpr cuuint64_t many = 0x7fffffff;  // only the device knows how many rows are stored
   const cuuint64_t sizes[4] = {cuuint64_t(dim), many, many, many};
   cuuint64_t bytes[3];
   const offset_t steps[3] = {strides.token, strides.head, strides.outer};
   for (int i = 0; i < 3; ++i) {
     if (steps[i] < 0 || steps[i] % 8 != 0 || steps[i] >> 38 != 0) return false;
-    bytes[i] = steps[i] > 0 ? cuuint64_t(steps[i]) * 2 : 16;  // of no stride: nothing is multiplied with it
+    bytes[i] = steps[i] > 0 ? cuuint64_t(steps[i]) * 2 : 16;  // no stride: the index that it multiplies is 0
   }
   const cuuint32_t box[4] = {64, cuuint32_t(box_rows), 1, 1}, each[4] = {1, 1, 1, 1};
   return encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(rows), sizes, bytes, box, each,
@@ -56,7 +57,7 @@ inline bool map_rows(CUtensorMap& map, const void* rows, int dim, const row_stri
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-/// The maps of a view, with boxes of at most `most` rows; none where its rows do not lie as the copy engine wants them.
+/// The maps of a view, with boxes of at most `most` rows. No maps if the copy engine cannot read its rows.
 template <class View>
 row_maps map_rows_of(const View& view, index_t most) {
   row_maps maps;

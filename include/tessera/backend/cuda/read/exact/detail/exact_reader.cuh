@@ -22,7 +22,7 @@ class exact_reader : public slot_reader, public reader_without_index<Recipe, Vie
   exact_reader(const Recipe& recipe, const model_shape& shape, const cache_options& options, const device_info& device)
       : choose_(fit(recipe, shape, options, device)), plans_(1, options.sequences, 1) {}
 
-  /// What another budget needs; `adopt` puts it in place.
+  /// Makes the operation for another budget; `adopt` uses it from then on.
   operation fit(const Recipe& recipe, const model_shape& shape, const cache_options& options,
                 const device_info& device) const {
     return operation(recipe, max_read(recipe, options), shape, options.sequences, options.step_tokens, options.tokens,

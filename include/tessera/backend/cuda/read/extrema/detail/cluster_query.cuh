@@ -1,4 +1,4 @@
-// The first phases of a choice by a cluster, and the shared memory of its blocks: the queries are read, channels are
+// The first phases of a choice by a cluster, and the shared memory of its blocks: queries are loaded, channels are
 // ranked, and columns of the index are laid out.
 #pragma once
 
@@ -10,23 +10,23 @@ namespace cuda {
 namespace detail {
 
 inline constexpr int max_cluster_blocks = 8, cluster_threads = 512, cluster_warps = cluster_threads / 32;
-inline constexpr int cluster_rows = 8;  // query rows of a matrix product, of which the other eight stay empty
+inline constexpr int cluster_rows = 8;  // query rows of a matrix product; its other eight rows stay empty
 
 inline constexpr int tile_width = 32, step_columns = 16;  // pages and columns of a warp's products
 inline constexpr int staged_columns = 64, stages = 3;
-inline constexpr int usual_ring = 384, widest_ring = cluster_warps * tile_width;  // pages that are staged at once
+inline constexpr int usual_ring = 384, widest_ring = cluster_warps * tile_width;  // pages staged at a time
 
-/// The blocks that have one row: a cluster, which meets by what it sends and counts.
+/// The blocks that share one row: a cluster, synchronised by counting the bytes that blocks send.
 template <bool Alone>
 struct block_group {
   static __device__ int rank() { return int(blockIdx.x); }
   static __device__ int blocks() { return int(gridDim.x); }
   static __device__ int log_blocks() { return 31 - __clz(blocks()); }
 
-  /// At the beginning, so that all blocks are there before one writes to another, and before the first write.
+  /// Called at the beginning, so that all blocks are running before one writes to another.
   static __device__ void say_started() { cluster_arrive_relaxed(); }
   static __device__ void wait_for_start() { cluster_wait(); }
-  /// A barrier of all threads, in two parts: also what was written to device memory is seen behind it.
+  /// A barrier of all threads, in two parts. Earlier writes to device memory are visible after it too.
   static __device__ void arrive() { cluster_arrive(); }
   static __device__ void wait() { cluster_wait(); }
 
@@ -37,12 +37,12 @@ struct block_group {
     cuda::send(mine, of, value, at);
   }
   static __device__ void store(index_t* mine, int of, index_t value) { store_cluster(mine, of, value); }
-  /// Until all that was expected of the other blocks, and of this one where it sends to itself, is there.
+  /// Waits until all expected data has arrived from the other blocks, and from this one if it sends to itself.
   static __device__ void wait_for(const arrivals& at) { at.wait(); }
 };
 
-/// A block that has a row alone is no cluster, where `st.async` is an illegal instruction (H200, CUDA 13.0): it stores
-/// plainly, and its own barrier takes the place of counting.
+/// A block that has a row alone is no cluster, and outside a cluster `st.async` is an illegal instruction (H200, CUDA
+/// 13.0). So it uses plain stores, and its own barrier instead of counting.
 template <>
 struct block_group<true> {
   static constexpr __device__ int rank() { return 0; }
@@ -62,10 +62,10 @@ struct block_group<true> {
   static __device__ void wait_for(const arrivals&) { __syncthreads(); }
 };
 
-/// Shared memory of a block behind the storage, as the host lays it out: where arrays begin, in bytes.
+/// A block's shared memory after the storage, as the host lays it out: where arrays begin, in bytes.
 struct cluster_layout {
-  index_t share = 0;  // pages that a block has room for, a multiple of 32; rows of more go through device memory
-  index_t ring = 0;   // of those, what is staged at once
+  index_t share = 0;  // pages that a block has room for, a multiple of 32; longer rows go through device memory
+  index_t ring = 0;   // of those, the pages staged at a time
   std::uint32_t columns = 0, weights = 0, q = 0, parts = 0, logits = 0, bytes = 0;
 };
 
@@ -89,7 +89,7 @@ struct cluster_shared {
     const auto take = [&](std::size_t bytes) {
       const std::size_t begin = end;
       end += bytes;
-      return std::uint32_t(begin < ~0u ? begin : ~0u);  // too much is refused by its sum
+      return std::uint32_t(begin < ~0u ? begin : ~0u);  // the check of the sum refuses sizes that overflow
     };
     at.columns = take(max_columns * sizeof(int));
     at.weights = take(std::size_t(cluster_rows) * pitch * sizeof(T));
@@ -102,7 +102,7 @@ struct cluster_shared {
 
   /// The same as pointers.
   struct pointers {
-    unsigned* keys;  // of all pages, once nothing is staged any more
+    unsigned* keys;  // of all pages; valid once nothing is staged any more
     std::uint32_t ring;
     int* columns;   // where they begin, in elements from the row's first; -1: a column of zeros
     T* weights;     // [cluster_rows, pitch]
@@ -140,8 +140,8 @@ struct cluster_share {
   bool fits;                                 // into shared memory; otherwise logits and keys go through device memory
 };
 
-/// What every block of a cluster computes of its row's queries, each for itself: nothing of it is sent. The methods are
-/// called in their order. A thread keeps in registers what later methods need of it.
+/// What every block of a cluster computes from its row's queries. Each block computes it for itself, and nothing of it
+/// is sent. The methods are called in their order. A thread keeps in registers what later methods need.
 template <class View, class Scorer>
 struct cluster_columns {
   using T = typename View::element_type;
@@ -162,9 +162,9 @@ struct cluster_columns {
   T row_elements[held_rows];
   uint4 chunk = make_uint4(0, 0, 0, 0);
   int second = 0;        // columns of the first half, padded: where the second one begins
-  int channel_rank = D;  // of channel d
+  int channel_rank = D;  // rank of channel d
   bool chosen = false;   // channel d is read
-  unsigned sides = 0;    // which some row takes of it: 1 the smaller values, 2 the larger ones
+  unsigned sides = 0;    // the sides that some row reads: 1 the smaller values, 2 the larger ones
   bool single = false;   // pages of one slot have one side
   float total = 0;       // of channel d
 
@@ -190,7 +190,7 @@ struct cluster_columns {
     return __ldg(reinterpret_cast<const uint4*>(query(at, i / chunks) + i % chunks * 8));
   }
 
-  /// Loads the queries; nothing waits for them.
+  /// Starts to load the queries, without waiting for them.
   __device__ void load(const cluster_share& at) {
     if (thread < D) {
 #pragma unroll
@@ -223,7 +223,7 @@ struct cluster_columns {
       for (index_t r = held_rows; r < at.rows; ++r) add(query(at, r)[thread]);
       queries.weight[thread] = ordered_bits(weight), queries.total[thread] = sum;
     }
-    // Behind it: all queries and sums are there.
+    // After this barrier all queries and sums are complete.
     if (__syncthreads_or(bad)) sum_usable(at, q);
   }
 
@@ -255,7 +255,7 @@ struct cluster_columns {
     if (channels < D) {
       int earlier = 0;
       if (ranks) {
-        // Those below d count from its own weight on, the others above it.
+        // Channels below d count if their weight is at least d's own. Channels above d count only if theirs is larger.
         const unsigned weight = queries.weight[d];
 #pragma unroll
         for (int i = 0; i < quads; ++i) {
@@ -277,8 +277,8 @@ struct cluster_columns {
 
   __device__ bool takes_upper(float x) const { return !single && scorer.takes_upper(x, total); }
 
-  /// Lays out the columns of a channel: first the side that some row takes, then the other where rows differ. Either
-  /// half is padded to whole products. `room`: pages between columns.
+  /// Lays out the columns of a channel: in the first half the side that some row reads, in the second half the other
+  /// side if rows differ. Either half is padded to whole products. `room`: pages between columns.
   __device__ void lay_out(const cluster_share& at, const typename shared::pointers& memory, int channels,
                           index_t room) {
     single = at.page == 1;
@@ -320,12 +320,12 @@ struct cluster_columns {
     }
   }
 
-  /// Computes every row's scale from the share of it that the chosen channels cover; a row a warp, from the last warp
-  /// on.
+  /// Computes every row's scale from the share of it that the chosen channels cover. Each warp takes one row, beginning
+  /// with the last warp.
   __device__ void scale_rows(const cluster_share& at, const T* q) const {
 #pragma unroll 1
     for (index_t r = warps - 1 - warp; r < at.rows; r += warps) {
-      float some = 0, whole = 0;  // summed alike: equal to the bit where all channels are chosen
+      float some = 0, whole = 0;  // added in the same order: bitwise equal if all channels are chosen
 #pragma unroll 1
       for (int i = lane; i < D; i += 32) {
         const float x = std::abs(float(q[r * D + i]));

@@ -15,9 +15,9 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// The reader of recipes that read an estimate of the keys, in pages. Every entry, a (layer, sequence), has an index of
-/// its own with room for any plan.
-/// Bytes    of an index 2 * k_dim elements a page, k_dim where pages have one slot.
+/// The reader of recipes that read an estimate of the keys, in pages. Every entry, a (layer, sequence), has its own
+/// index with room for any plan.
+/// Bytes    an index has 2 * k_dim elements a page, or k_dim if pages have one slot.
 template <class Recipe, class View, class Out>
 class extrema_reader : public slot_reader {
   using T = typename View::element_type;
@@ -52,7 +52,7 @@ class extrema_reader : public slot_reader {
           "cudaMemcpy");
   }
 
-  /// The operation for another budget; `adopt` uses it from now on.
+  /// Makes the operation for another budget; `adopt` uses it from then on.
   /// Errors   pages that are smaller than the index was made for.
   struct fitted_operation {
     read_bounds bounds;
@@ -84,7 +84,7 @@ class extrema_reader : public slot_reader {
     for (index_t h = 0; h < shape_.kv_heads; ++h) set_number(rooms_.entry({0, id}) + h, room, stream);
   }
 
-  /// The next sequence with this id begins without sums, also where steps come before any prompt.
+  /// Clears the sums, so that the next sequence with this id begins without any, even if steps come before any prompt.
   void clear(index_t id, cudaStream_t stream) {
     for (index_t layer = 0; averages && layer < shape_.layers; ++layer) {
       check(cudaMemsetAsync(sums({layer, id}), 0, std::size_t(shape_.kv_heads) * v_dim * sizeof(double), stream),
@@ -92,7 +92,7 @@ class extrema_reader : public slot_reader {
     }
   }
 
-  /// Copies the sums of V, which have the bits of the earlier steps.
+  /// Copies the sums of V, bit by bit as the earlier steps left them.
   void copy(index_t from, index_t to, cudaStream_t stream) const {
     for (index_t layer = 0; averages && layer < shape_.layers; ++layer)
       copy_on_device(sums({layer, to}), sums({layer, from}), std::size_t(shape_.kv_heads) * v_dim, stream);
@@ -126,7 +126,8 @@ class extrema_reader : public slot_reader {
     return false;
   }
 
-  /// Gives the mass of each row that the attended tokens of a step do not hold to the mean of V.
+  /// Mixes a step's outputs with the mean of V: each becomes mass * out + (1 - mass) * mean, where mass is the share of
+  /// the row's probabilities that its attended tokens hold.
   void complete(index_t layer, const index_t* ids, const View& view, const rows_view<Out>& out,
                 cudaStream_t stream) const {
     if constexpr (averages) {

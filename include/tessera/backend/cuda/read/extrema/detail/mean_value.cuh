@@ -16,8 +16,8 @@ template <class View, class Out = float>
 struct mean_value_problem {
   View view;                     ///< lengths count the step's own tokens
   double* sums = nullptr;        ///< [rows, v_dim]: of V over the slots before the step's; gets those of all slots
-  const index_t* ids = nullptr;  ///< [sequences], whose sums those of the view are; null: its own rows
-  const float* mass = nullptr;   ///< [rows, tokens * group], as choose_pages writes it; null: only the sums are wanted
+  const index_t* ids = nullptr;  ///< [sequences]: the id whose sums a sequence uses; null: the view's own rows
+  const float* mass = nullptr;   ///< [rows, tokens * group], as choose_pages writes it; null: only the sums are updated
   rows_view<Out> out;            ///< [sequences, tokens, q_heads, v_dim]; gets mass * out + (1 - mass) * mean
   index_t tokens = 0;            ///< of the step
 };
@@ -38,7 +38,7 @@ __device__ double finite_value(const View& view, index_t sequence, index_t head,
 
 inline constexpr int sum_threads = 512;
 
-/// Sums parts of a row: part blockIdx.x of gridDim.x goes to partial [rows, parts, v_dim].
+/// Sums parts of a row: the sum of part blockIdx.x of gridDim.x is written to partial [rows, parts, v_dim].
 template <class View>
 __global__ void __launch_bounds__(sum_threads) sum_values_entry(const __grid_constant__ View view, double* partial) {
   constexpr int D = View::v_dim, lanes = sum_threads / D;
@@ -119,7 +119,7 @@ class mean_value {
     check(cudaGetLastError(), "launch of merge_sums");
   }
 
-  /// Adds the step's tokens and, where there is a mass, mixes the step's outputs.
+  /// Adds the step's tokens to the sums. If there is a mass, also mixes the step's outputs with the mean.
   void run(const mean_value_problem<View, Out>& p, void*, cudaStream_t stream) const {
     const index_t rows = checked_rows(p.view);
     require(p.tokens >= 0, "tokens", p.tokens, "at least 0", "pass the step's tokens");

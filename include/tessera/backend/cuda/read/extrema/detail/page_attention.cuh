@@ -1,4 +1,4 @@
-// Attention over what a cluster of thread blocks has just chosen: the end of the launch that chose it.
+// Attention over the slots that a cluster of thread blocks has just chosen, at the end of the same launch.
 #pragma once
 
 #include "../../../attend/attention_problems.cuh"
@@ -9,9 +9,9 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Shared memory behind that of the choice. Chosen slots go round the blocks in tiles of 16. A warp stages a tile at a
-/// time over the columns of the choice, and leaves its result there.
-/// Four warps a tile where a block has few tiles lost: 0.5 us of 15.4 (H200, CUDA 13.0, B1 32K, 1,024 tokens).
+/// Shared memory after that of the choice. Chosen slots are dealt to the blocks in tiles of 16. A warp stages one tile
+/// at a time, over the memory of the choice's columns, and leaves its result there.
+/// Slower: four warps per tile where a block has few tiles, by 0.5 us of 15.4 (H200, CUDA 13.0, B1 32K, 1,024 tokens).
 template <class View>
 struct cluster_attention {
   using T = typename View::element_type;
@@ -29,7 +29,7 @@ struct cluster_attention {
     const std::size_t tiles = (std::size_t(max_chosen) + tokens - 1) / tokens;
     return slots_at(choice_bytes) + (tiles + std::size_t(blocks) - 1) / std::size_t(blocks) * tokens * sizeof(index_t);
   }
-  /// Rows that a block finishes: every `blocks`-th.
+  /// How many rows a block finishes: every `blocks`-th.
   TESSERA_HD static constexpr index_t rows_each(index_t rows, int blocks) { return (rows + blocks - 1) / blocks; }
   TESSERA_HD static constexpr std::size_t bytes(std::size_t choice_bytes, index_t max_chosen, index_t rows,
                                                 int blocks) {
@@ -38,8 +38,9 @@ struct cluster_attention {
   }
 };
 
-/// One warp's softmax over tiles of 16 tokens, keys as the rows of the product: up to 8 query rows. A lane has the rows
-/// 2 (l % 4) and the next one of tokens l / 4 and l / 4 + 8, and of output dims l / 4 and l / 4 + 8 of every sixteen.
+/// One warp's softmax over tiles of 16 tokens, for up to 8 query rows; keys are the rows of the product. Lane l has
+/// rows 2 (l % 4) and 2 (l % 4) + 1, of tokens l / 4 and l / 4 + 8, and of output dims l / 4 and l / 4 + 8 of every
+/// sixteen.
 template <class View>
 struct cluster_state {
   using T = typename View::element_type;
@@ -48,8 +49,8 @@ struct cluster_state {
   float out[Dv / 16][4] = {};
   float top[2] = {-infinity, -infinity}, sum[2] = {};  // base 2
 
-  /// `logit_of(high, r, product)`: of token l / 4 + 8 * high and row 2 (l % 4) + r, in base 2. The tile's keys are
-  /// there; its values are behind `wait_for_values()`.
+  /// `logit_of(high, r, product)` gives the base-2 logit of token l / 4 + 8 * high and row 2 (l % 4) + r. The tile's
+  /// keys have arrived; its values have arrived after `wait_for_values()`.
   template <class LogitOf, class Wait>
   __device__ void read(const std::uint32_t (&q)[D / 16][2], std::uint32_t tile, const LogitOf& logit_of, int lane,
                        const Wait& wait_for_values) {
@@ -121,9 +122,9 @@ struct cluster_state {
   }
 };
 
-/// Starts to copy the rows of 16 tokens, 16 bytes a lane; lane t knows the address of the t-th row. Each step fetches
-/// this code anew: with both loops unrolled wholly a step takes 15.6 us, by four 14.9, by two 14.8 (H200, CUDA 13.0, B1
-/// 32K).
+/// Starts to copy the rows of 16 tokens, 16 bytes a lane. Lane t knows the address of the t-th row. Each step must
+/// fetch this code anew, so short code is faster: with both loops fully unrolled a step takes 15.6 us, unrolled by four
+/// 14.9, by two 14.8 (H200, CUDA 13.0, B1 32K).
 template <class T, int Chunks>
 __device__ void copy_tile(const T* mine, index_t valid, std::uint32_t to, int lane) {
 #pragma unroll 2
@@ -134,8 +135,8 @@ __device__ void copy_tile(const T* mine, index_t valid, std::uint32_t to, int la
   }
 }
 
-/// Attends the slots that a group of blocks has chosen of one row. Each block attends its tiles, then finishes some
-/// rows.
+/// Attends the slots of one row that a group of blocks has chosen. Each block attends its tiles, then finishes some of
+/// the query rows.
 template <class View, class Out, bool Alone>
 struct chosen_attention {
   using T = typename View::element_type;
@@ -149,7 +150,7 @@ struct chosen_attention {
   float (&factors)[attention::max_rows][cluster_warps];
   unsigned char* const bytes;
   index_t* const block_slots;  // slots of this block's tiles, one tile after the other
-  float* const part_out;       // [own rows, blocks, Dv]: what each block makes of them
+  float* const part_out;       // [own rows, blocks, Dv]: each block's partial outputs
   float2* const part_state;    // [own rows, blocks]: maximum and sum
   const index_t head = index_t(blockIdx.y), sequence = index_t(blockIdx.z), rows = c.tokens * c.group;
   index_t* const chosen = c.out + (sequence * p.view.kv_heads + head) * c.out_stride;  // the row's choice
@@ -158,28 +159,28 @@ struct chosen_attention {
 
   __device__ float* outs_of(int w) const { return reinterpret_cast<float*>(bytes + w * attention::warp_bytes); }
 
-  /// `put`: the blocks hold the chosen slots; otherwise they lie in device memory only. `sent`: slots are counted where
-  /// they arrive, `read` in all. `newest`: the position of the newest stored token.
+  /// `put`: the blocks hold the chosen slots; otherwise the slots lie in device memory only. `sent`: arriving slots are
+  /// counted, and `read` are expected in all. `newest`: the position of the newest stored token.
   __device__ void run(bool put, bool sent, index_t read, index_t newest, const rows_view<Out>& out,
                       const rows_view<float>& lse) const {
     if (!sent) blocks_of::arrive();
     const index_t position = p.first_position[sequence];
     std::uint32_t q[D / 16][2];
     load_queries(q);
-    if (!sent) blocks_of::wait();  // the choice is there, also in device memory
+    if (!sent) blocks_of::wait();  // the choice is complete, also in device memory
     const index_t count = sent ? read : c.counts[sequence * p.view.kv_heads + head];
     const index_t tiles = ceil_div(count, index_t(tokens)), own_tiles = (tiles - rank + blocks - 1) >> log_blocks;
     if (sent) {
       const bool has_last = ((tiles - 1) & (blocks - 1)) == rank;
       const index_t held = own_tiles * tokens - (has_last ? tiles * tokens - count : 0);
       if (thread == 0) blocks_of::expect(queries.slots, held * index_t(sizeof(index_t)));
-      __syncthreads();  // no warp looks at keys any more where tiles are to lie; a block alone has its slots
+      __syncthreads();  // no warp reads keys any more from the memory of the tiles; a block alone has its slots
       if constexpr (!Alone) blocks_of::wait_for(queries.slots);
     }
     const bool plain = p.rule.soft_cap <= 0 && p.rule.sliding_window <= 0 && newest <= position;
     read_tiles(q, position, plain, count, own_tiles, put);
     const int active = int((min)(own_tiles, index_t(cluster_warps)));
-    __syncthreads();  // all warps have left what they made of their tiles
+    __syncthreads();  // all warps have stored the results of their tiles
     send_parts(active);
 #pragma unroll 1
     for (index_t i = thread; put && i < own_tiles * tokens; i += cluster_threads) {
@@ -190,7 +191,7 @@ struct chosen_attention {
     if (own_rows <= 0) return;
     if (thread == 0)
       blocks_of::expect(queries.outputs, own_rows * blocks * index_t(Dv * sizeof(float) + sizeof(float2)));
-    blocks_of::wait_for(queries.outputs);  // all blocks' parts of this block's rows are there
+    blocks_of::wait_for(queries.outputs);  // all blocks' parts of this block's rows have arrived
     finish_rows(own_rows, out, lse);
   }
 
@@ -206,7 +207,7 @@ struct chosen_attention {
   }
 
   /// Attends a warp's tiles of chosen tokens and leaves the result in shared memory. `plain`: every row sees every
-  /// token, and nothing caps.
+  /// token, and no logit is capped.
   __device__ void read_tiles(const std::uint32_t (&q)[D / 16][2], index_t position, bool plain, index_t count,
                              index_t own_tiles, bool put) const {
     const std::uint32_t ring = shared_address(outs_of(warp));
@@ -322,7 +323,7 @@ __global__ void __launch_bounds__(cluster_threads, 1)
   __shared__ float factors[attention::max_rows][cluster_warps];
   auto* const bytes = reinterpret_cast<unsigned char*>(page_memory);
   auto* const block_slots = reinterpret_cast<index_t*>(bytes + attention::slots_at(layout.bytes));
-  const bool known = c.unit == selection_unit::token;  // how many are chosen: then they are counted where they arrive
+  const bool known = c.unit == selection_unit::token;  // the number chosen is known: slots are counted as they arrive
   const cluster_choice<View, Scorer, Alone, true> choice{p, scorer, c, to, layout, s, queries};
   index_t read = 0, newest = 0;
   const bool put = choice.run(bytes, read, newest, [&](index_t place, index_t slot) {

@@ -14,11 +14,11 @@ namespace cuda {
 
 namespace detail {
 
-/// What is staged at once: `unit_steps` times 16 columns of `layout.ring` pages. A ring of three such units is filled
+/// What is staged at a time: `unit_steps` times 16 columns of `layout.ring` pages. A ring of three such units is filled
 /// ahead of the products.
 struct staged_unit {
-  index_t page = 0;          // the first, from the block's first
-  int step = 0;              // the first
+  index_t page = 0;          // the first page, counted from the block's first
+  int step = 0;              // the first step
   std::uint32_t offset = 0;  // in the ring, in bytes
 };
 
@@ -45,7 +45,7 @@ struct cluster_products {
         share(layout.share),
         ring_pages(layout.ring),
         steps(steps_),
-        // Where one group of pages is all, a unit has all columns that the ring can hold.
+        // If there is only one group of pages, a unit has all columns that the ring can hold.
         unit_steps(block_share_.end - block_share_.begin <= layout.ring && steps_ <= stages * steps_at_once
                        ? steps_
                        : steps_at_once),
@@ -73,7 +73,7 @@ struct cluster_products {
         const T* const source = first_column + (max)(column, 0) + from_page;
 #pragma unroll 1
         for (int chunk = lane; chunk * 8 < pages; chunk += 32) {
-          // Zeros where there is no column: memory may hold anything.
+          // Zeros if there is no column: the memory may hold anything.
           copy_async16(memory.ring + unit.offset + std::uint32_t(i * pitch + chunk * 16), source + chunk * 8,
                        column >= 0);
         }
@@ -117,14 +117,14 @@ struct cluster_products {
     }
   }
 
-  /// Turns products into logits and adds them to `found`: the largest logit that is seen, and the sum over seen slots
-  /// of exp(logit - largest). A lane has pages 8 j + 2 (l % 4) and the next one, j < 4, of row l / 4 of this warp's 32
-  /// pages, which begin `local` behind the block's first.
+  /// Turns products into logits and adds them to `found`: the largest visible logit, and the sum over visible slots of
+  /// exp(logit - largest). A lane has pages 8 j + 2 (l % 4) and the next one, j < 4, of row l / 4. They belong to this
+  /// warp's 32 pages, which begin `local` pages after the block's first.
   __device__ void finish_tile(const logit_rule& rule, float scale, const slot_run& run, index_t last_slot, index_t r,
                               index_t row_stride, float* row_logits, index_t local,
                               const float (&acc)[tile_width / 8][4], float2& found) const {
     const index_t first = local + lane % 4 * 2, page = block_share.page;
-    // Whether all of the tile is there, whole, and seen.
+    // Whether all pages of the tile exist, are full, and are visible.
     const bool plain = block_share.begin + local + tile_width <= block_share.end &&
                        run.begin <= (block_share.begin + local) * page &&
                        (block_share.begin + local + tile_width) * page <= last_slot;
@@ -170,8 +170,8 @@ struct cluster_products {
   }
 
   /// Multiplies all of the block's pages with the rows from `from` on; a lane's row is `from` + l / 4. `coming` is the
-  /// next unit to stage. `scales` and `runs` are read after the first barrier here. Returns a lane's largest logit and
-  /// sum over its pages.
+  /// next unit to stage. `scales` and `runs` are read only after the first barrier in here. Returns a lane's largest
+  /// logit and sum over its pages.
   __device__ float2 run(staged_unit coming, const logit_rule& rule, const page_choice& c, const float* scales,
                         const slot_run* runs, index_t from, const page_scratch& to) const {
     const index_t r = from + lane / 4;
@@ -204,8 +204,8 @@ struct cluster_products {
   }
 };
 
-/// Folds the newest slots into their pages, in the block that has those pages. A single slot's elements are loaded with
-/// everything else that comes from memory, and used when they have arrived.
+/// Folds the newest slots into their pages, in the block that has those pages. A single slot's elements are loaded
+/// along with all other loads from memory, and used when they have arrived.
 template <class View>
 struct newest_slots {
   using T = typename View::element_type;
@@ -240,12 +240,12 @@ struct newest_slots {
   }
 };
 
-/// Chooses by all blocks of a group (a cluster, or a block alone). Each block has a share of a row's pages and sends
-/// their keys to all others. All find the cut, and each calls put(index, slot) for the chosen slots of its share. `run`
-/// returns false in all blocks where the first one has written the choice and `put` was not called. It sets `read` to
-/// the tokens that the row's plan attends, and `newest_position` to the position of the newest token. `Attends`: the
-/// launch attends the chosen slots. Rows then have at most `cluster_rows` queries, so nothing is stored for a second
-/// group of them.
+/// All blocks of a group (a cluster, or a block alone) choose together. Each block has a share of a row's pages and
+/// sends their keys to all other blocks. Every block finds the cut, and calls put(index, slot) for the chosen slots of
+/// its share. If the first block has written the choice and `put` was not called, `run` returns false in all blocks. It
+/// sets `read` to the tokens that the row's plan attends, and `newest_position` to the position of the newest token.
+/// `Attends`: the launch also attends the chosen slots. Rows then have at most `cluster_rows` queries, so nothing is
+/// stored for a second group of queries.
 template <class View, class Scorer, bool Alone, bool Attends = false>
 struct cluster_choice {
   using T = typename View::element_type;
@@ -323,7 +323,7 @@ struct cluster_choice {
   }
 
  private:
-  /// Reads nothing that an earlier launch may still write.
+  /// Does the part that reads nothing an earlier launch may still write.
   __device__ void begin() const {
     if (thread == 0) {
       blocks_of::begin(queries.parts), blocks_of::begin(queries.keys);
@@ -345,7 +345,7 @@ struct cluster_choice {
     for (index_t from = 0; from < (Attends ? 1 : at.rows); from += cluster_rows) {
       const index_t r = from + lane / 4;
       const bool mine = r < at.rows;
-      if (from > 0) __syncthreads();  // the weights of the rows before are not read any more
+      if (from > 0) __syncthreads();  // the previous rows' weights are no longer read
       staged_unit coming;
 #pragma unroll 1
       for (int i = 0; i < stages; ++i) products.stage(coming);
@@ -360,7 +360,7 @@ struct cluster_choice {
         if (at.begin >= at.end) __syncthreads();  // no products: the same for what is done without them
       }
       const float2 found = products.run(coming, p.rule, c, queries.scale, s.runs, from, scratch);
-      // The last warp: it has pages to multiply only where shares are long.
+      // The last warp does it: it has pages to multiply only if shares are long.
       if (from == 0 && warp == warps - 1) find_cuts(s, c, p.plans[at.sequence], limit);
       if (from == 0) blocks_of::wait_for_start();
       send_parts(memory, found, mine, r, parts_each);
@@ -368,7 +368,7 @@ struct cluster_choice {
     if (thread == 0) blocks_of::expect(queries.parts, at.rows * parts_each * index_t(sizeof(float2)));
     __syncthreads();  // this block's logits, cuts and, of a block alone, parts are visible to its warps
     if constexpr (!Alone) blocks_of::wait_for(queries.parts);  // what the blocks have sent
-    if (at.fits && (!s.uniform || c.mass)) {                   // single slots are looked up in device memory
+    if (at.fits && (!s.uniform || c.mass)) {                   // pages of one slot are looked up in device memory
 #pragma unroll 1
       for (index_t r = 0; r < at.rows; ++r) {
 #pragma unroll 1
@@ -380,7 +380,7 @@ struct cluster_choice {
     __syncthreads();  // every row's softmax is there
   }
 
-  /// Sends to all blocks what a warp's lanes have found of a row, four lanes a row.
+  /// Sends to all blocks what a warp's lanes have found for a row; four lanes have one row.
   __device__ void send_parts(const pointers& memory, const float2& found, bool mine, index_t r, int parts_each) const {
     const float highest = fmaxf(fmaxf(found.x, __shfl_xor_sync(~0u, found.x, 1)),
                                 fmaxf(__shfl_xor_sync(~0u, found.x, 2), __shfl_xor_sync(~0u, found.x, 3)));
@@ -415,7 +415,8 @@ struct cluster_choice {
     }
   }
 
-  /// Sends the keys of the block's pages, and their range, to all blocks, where each page is seen whole or not at all.
+  /// Sends the keys of the block's pages, and their range, to all blocks. Each page is visible as a whole or not at
+  /// all.
   __device__ void make_keys(const cluster_share& at, const pointers& memory, const page_bounds& bounds,
                             const even_items& even) const {
     unsigned low = ~0u, high = 0;

@@ -1,4 +1,4 @@
-// Pages as a choice sees them: softmax over them, sums over the group, and where single slots make them fall apart.
+// Pages as a choice treats them: softmax over them, sums over the group, and the cuts that single slots require.
 #pragma once
 
 #include "../../../../../core/units.hpp"
@@ -25,7 +25,7 @@ struct page_choice {
   unsigned* keys;  // [rows, key_stride], where they do not fit into shared memory
   offset_t key_stride;
 
-  /// Newest slots that are read whatever they score: those that the plan says, and those of the step itself.
+  /// The newest slots that are read whatever their score: those that the plan names, and the step's own.
   __device__ index_t tail(const read_plan& plan) const { return (max)(tokens > 1 ? tokens : 0, plan.tail); }
 
   __device__ index_t length(index_t row) const {
@@ -33,7 +33,7 @@ struct page_choice {
   }
 };
 
-/// Of one row; 0 and 1 where there is none.
+/// The softmax of one row; 0 and 1 if there is none.
 struct alignas(16) row_softmax {
   float top, inverse;
   int speaks;  // 0: its query is not finite, or it sees no page with a finite logit
@@ -54,7 +54,7 @@ struct page_rows {
   bool uniform;  // every token of the step sees all items or none
 };
 
-/// Shared memory of a block of 256 to 1,024 threads that chooses.
+/// Shared memory of a block of 256 to 1,024 threads that makes a choice.
 struct page_choice_storage : page_rows {
   static constexpr int max_warps = 32, bins = 1024, max_listed = 32;
   alignas(16) unsigned histogram[bins];
@@ -65,7 +65,7 @@ struct page_choice_storage : page_rows {
   float sums[max_warps][4];
 };
 
-/// How many slots and pages of a row are ranked; the newest are forced.
+/// How many slots and pages of a row are ranked. The newest ones are forced: they are read without ranking.
 struct page_bounds {
   index_t n, pages, forced, limit, units_to_choose,
       wanted;             // `limit`: slots before the forced ones; `units_to_choose`: beside the forced ones
@@ -83,14 +83,15 @@ struct page_bounds {
     missing = pages * plan.page - n;
   }
   __device__ bool whole() const { return !tokens && wanted == pages; }
-  /// Slots that are chosen; where pages are forced, the others are full ones. `last`: the last item is among them.
+  /// The number of chosen slots. If pages are forced, the other chosen pages are full. `last`: the last item is among
+  /// them.
   __device__ index_t count(bool last) const {
     return units_to_choose * unit + n - limit - (!tokens && forced == 0 && last ? missing : 0);
   }
 };
 
-/// The pages of one row as a selection ranks them, in items. Items are pages. Where single tokens are chosen, items are
-/// the parts of pages that are cut where some row begins or ends to see.
+/// The pages of one row as items that a selection ranks. Usually an item is a page. If single tokens are chosen, pages
+/// are cut where some row begins or ends to see, and the parts are items.
 struct page_items {
   page_rows& s;
   const page_choice& p;
@@ -113,7 +114,7 @@ struct page_items {
   }
   __device__ index_t end(index_t item) const { return item + 1 == items ? limit : begin(item + 1); }
   __device__ unsigned weight(index_t item) const { return tokens ? unsigned(end(item) - begin(item)) : 1u; }
-  /// How many units an item has, where all but a short last one are alike; 1 where that is not known.
+  /// How many units every item except a short last one has; 1 if that is not known.
   __device__ unsigned usual_weight() const { return 1; }
 
   __device__ __noinline__ unsigned key_of_slot(index_t slot) const {
@@ -215,7 +216,8 @@ __device__ inline void merge_tiles(page_rows& s, const page_choice& p, const pag
   }
 }
 
-/// Finds whether all tokens of the step see all items or none, and otherwise where pages must be cut. By one warp.
+/// Finds out whether all tokens of the step see all items or none. If not, finds where pages must be cut. One warp
+/// calls it.
 __device__ __noinline__ inline void find_cuts(page_rows& s, const page_choice& p, const read_plan& plan,
                                               index_t limit) {
   const int lane = int(threadIdx.x) % 32;
@@ -244,7 +246,7 @@ __device__ __noinline__ inline void find_cuts(page_rows& s, const page_choice& p
   s.cut_count = count;
 }
 
-/// Sums the probabilities of the chosen slots for each row, in the order of a fixed split over threads.
+/// Sums the probabilities of the chosen slots for each row, in an order fixed by the split over threads.
 __device__ inline void sum_mass(page_choice_storage& s, const page_items& rows_of, const index_t* out, index_t count) {
   const page_choice& p = rows_of.p;
   const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;

@@ -1,4 +1,4 @@
-// Logits of pages on the GPU, and what a softmax over the slots that a row sees needs of every tile of them.
+// Logits of pages on the GPU, and, for every tile of pages, what a softmax over the slots visible to a row needs.
 #pragma once
 
 #include "../../../../../concepts/scorer.hpp"
@@ -11,7 +11,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// What an estimate needs of the queries of a kv_head's group: channels, sides and scales. Every thread block computes
+// What an estimate needs from the queries of a kv_head's group: channels, sides and scales. Every thread block computes
 // it.
 
 namespace detail {
@@ -26,8 +26,8 @@ struct page_query_storage {
   slot_run runs[max_step_tokens];
 };
 
-/// Reads the rows of one group into `q` [rows, D] and fills the storage, with the CPU's choice of channels: its sums
-/// are made in the order of the rows. Synchronises the block behind itself.
+/// Reads the rows of one group into `q` [rows, D] and fills the storage. Channels are chosen as on the CPU, whose sums
+/// are made in the order of the rows. Ends with a barrier of the block.
 template <int Threads, class View, class Scorer>
 __device__ void read_page_query(page_query_storage<View::k_dim>& s, typename View::element_type* q,
                                 const page_problem<View>& p, const Scorer& scorer, index_t channels, index_t sequence,
@@ -36,7 +36,7 @@ __device__ void read_page_query(page_query_storage<View::k_dim>& s, typename Vie
   constexpr int parts = 2 * D <= Threads ? 2 : 1;  // threads that rank one channel
   const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const index_t group = p.q.heads / p.view.kv_heads, rows = p.q.tokens * group;
-  // All that must come from memory is asked for before the first of it is used.
+  // All loads from memory are issued before the first result is used.
   const auto chunk_of = [&](int i) {
     const index_t r = i / chunks;
     const auto* from = p.q.row(sequence, r / group, head * group + r % group) + i % chunks * 8;
@@ -80,7 +80,8 @@ __device__ void read_page_query(page_query_storage<View::k_dim>& s, typename Vie
     for (int d = thread / parts; d < (D + 31) / 32 * 32; d += Threads / parts) {
       int earlier = 0;
       if (d < D) {
-        // Of equal ones the lower channel comes first: those below d count from `own` on, the others from own + 1.
+        // Of equal weights the lower channel comes first: channels below d count from `own` on, the others from own +
+        // 1.
         const unsigned own = s.weight[d];
         const int begin = part * (D / parts);
         for (int j = begin; j < begin + D / parts; j += 4) {
@@ -138,14 +139,14 @@ struct page_scratch {
   }
 };
 
-/// What a product comes to; NaN where it is not below infinity.
+/// A product's logit; NaN if it is not below infinity.
 template <class Scorer>
 __device__ float page_logit(const logit_rule& rule, float scale, float product) {
   const float logit = Scorer::normalised ? quick_cap(rule, scale * product) : scale * product;
   return logit < infinity ? logit : not_a_number;
 }
 
-/// Four products of one row become logits; one warp does a tile.
+/// Turns four products of one row into logits. One warp processes a tile.
 template <class Scorer>
 __device__ void finish_tile(float4 products, const logit_rule& rule, float scale, bool usable, const slot_run& run,
                             index_t n, index_t page, index_t pages, index_t tile, index_t row, index_t r,
@@ -200,8 +201,9 @@ __device__ void four_floats(uint2 raw, float* x) {
   x[3] = float_of<T>(std::uint16_t(raw.y >> 16));
 }
 
-/// Where channel d of the chunk's rows is read, and what each row makes of it: first the side that some row takes, then
-/// the other, where rows differ (returns that; null otherwise). Pages of one slot have one side: `single`.
+/// Where channel d is read for the chunk's rows, and each row's weight for it. The first column is the side that some
+/// row reads. The other side follows if rows differ (then it is returned; otherwise null). Pages of one slot have one
+/// side: `single`.
 template <class T, int D, class Scorer, class Weights>
 __device__ bool lay_out_column(const page_query_storage<D>& s, const T* q, const page_extrema_view<T, D>& index,
                                const Scorer& scorer, bool single, index_t row, index_t rows, index_t chunk,
@@ -308,7 +310,8 @@ __global__ void __launch_bounds__(page_threads, 3)
   const auto sums = reinterpret_cast<float4*>(bytes + shared::sums_at(rows));  // [warps, rows, tile_pages]
   for (index_t chunk = 0; chunk < rows; chunk += chunk_rows) {
     const index_t held = (min)(index_t(chunk_rows), rows - chunk);
-    // A channel's column is its first side that a row takes; the other, where rows differ, stands `channels` behind.
+    // A channel's column is the first side that some row reads. If rows differ, the other side lies `channels` columns
+    // further.
     bool both = false;
     for (int d = thread; d < D; d += page_threads) {
       const int rank = s.rank[d];

@@ -10,8 +10,8 @@ namespace detail {
 
 inline constexpr int choose_threads = 512;
 
-/// Keys [low, high] of which only the first `need` units are chosen; everything above is. high is low - 1 where nothing
-/// is left to share out.
+/// Keys [low, high], of which only the first `need` units are chosen; all keys above are chosen. high is low - 1 if no
+/// units are left to distribute.
 struct key_range {
   unsigned low, high, need;
 };
@@ -47,12 +47,12 @@ __device__ inline void find_bin(page_choice_storage& s, unsigned need) {
   __syncthreads();
 }
 
-/// Loads of keys that a thread has on their way. A launch that attends what it chooses fetches much more code and is
-/// quicker with less of it here (14.1 us in place of 14.6, RocketKV's step at 32K), one that only chooses is 3 % slower
+/// How many loads of keys a thread has in flight. A launch that also attends fetches much more code and is faster with
+/// fewer loads here (14.1 us instead of 14.6, RocketKV's step at 32K). One that only chooses is 3 % slower with fewer
 /// (H200, CUDA 13.0).
 inline constexpr int keys_at_once = 5, keys_at_once_with_attention = 4;
 
-/// Calls of(key, i) for the items below `count`, whose keys are not 0.
+/// Calls of(key, i) for the items below `count` whose keys are not 0.
 template <int AtOnce, class F>
 __device__ void for_keys(const unsigned* keys, index_t count, const F& of) {
   const int threads = int(blockDim.x);
@@ -109,15 +109,15 @@ __device__ key_range find_cut(page_choice_storage& s, const Items& of, const uns
   }
 }
 
-/// Calls put(index, slot) for the chosen slots of items [from, to), with ascending indices and slots: every item with a
-/// key above the cut, and of the items at the cut the first `need` units. The block with the last item writes the row's
-/// count.
+/// Calls put(index, slot) for the chosen slots of items [from, to), with ascending indices and slots. Every item with a
+/// key above the cut is chosen, and the first `need` units of the items at the cut. The block with the last item writes
+/// the row's count.
 template <int AtOnce, class Items, class Put>
 __device__ void write_chosen(page_choice_storage& s, const Items& of, const page_bounds& b, index_t page,
                              const unsigned* keys, const key_range& cut, index_t from, index_t to, const Put& put) {
   const int thread = int(threadIdx.x), lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0),
             warps = int(blockDim.x) / 32;
-  // An odd number of neighbours a thread: their loads fall into different banks.
+  // An odd number of neighbouring items per thread: their loads use different banks.
   const index_t each = ceil_div(to - from, index_t(blockDim.x)) | 1, first = from + thread * each;
   uint2 before = make_uint2(0, 0), within = make_uint2(0, 0);  // units above the cut and at it
   const auto count = [&](unsigned key, index_t i, uint2& sum) {
@@ -182,9 +182,9 @@ __device__ void write_forced(const page_bounds& b, const Put& put) {
   }
 }
 
-/// Chooses and writes the slots that are read of a row with more slots than that, by one block. The histogram is clear.
-/// `ready`: the keys are made. Not inlined: it would double the code of a kernel that seldom runs it, and kernels that
-/// alternate wait for their instructions.
+/// Chooses and writes the slots to read of a row that has more slots than are read, by one block. The histogram must be
+/// clear. `ready`: the keys are already computed. Not inlined: it would double the code of a kernel that seldom runs
+/// it, and alternating kernels wait for their instructions.
 __device__ __noinline__ inline void choose_row(page_choice_storage& s, const page_items& of, const page_bounds& b,
                                                unsigned* keys, bool ready) {
   const page_choice& p = of.p;

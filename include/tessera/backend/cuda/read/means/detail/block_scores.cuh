@@ -52,16 +52,16 @@ struct scored_blocks {
       const float best = row[b];  // its own, of the queries before
       if (!(score > best || best != best)) score = best;
     }
-    // The first and the last block of all are always read; nothing else is as good.
+    // The first and the last block of all are always read, so no other block may score as high.
     if (last) score = b == 0 || b == total - 1 ? infinity : score > largest_score ? largest_score : score;
     row[b] = score;
   }
 };
 
 /// The mean keys of one segment, read by one warp: lane l has row l of every 32. Bits, and values of up to 64 bytes,
-/// are copied while earlier rows are walked. Longer rows come 128 bytes at a time, which take both stages. Bits are
-/// copied and not loaded: a warp that waits for one load waits for all, also for those of the next rows that it has
-/// just begun.
+/// are copied while earlier rows are processed. Longer rows are copied 128 bytes at a time, which takes both stages.
+/// Bits are copied and not loaded, because a warp that waits for one load waits for all, including those of the next
+/// rows that it has just issued.
 template <int D, class Tile>
 class staged_means {
   using memory = score_memory<D>;
@@ -199,9 +199,9 @@ class staged_means {
   int pieces_;  // of 128 bytes; 0: rows are short
 };
 
-/// A thread block scores `together` blocks of rows of one (sequence, kv_head), a thread one at a time. With one row of
-/// queries, shared memory has a copy of q for every lane of a warp: lanes read different channels in each step, and
-/// none waits for another's bank.
+/// A thread block scores `together` blocks of rows of one (sequence, kv_head); each thread scores one at a time. With
+/// one row of queries, shared memory has a copy of q for every lane of a warp: lanes read different channels in each
+/// step, and the copies avoid bank conflicts.
 template <class View, class Tile>
 __global__ void __launch_bounds__(scoring_threads, 3)
     score_blocks_entry(const __grid_constant__ View view, rotated_rows rotated, bool largest, index_t together,
@@ -220,8 +220,8 @@ __global__ void __launch_bounds__(scoring_threads, 3)
   const index_t first = index_t(blockIdx.x) * together, last = (min)(first + together, total);
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   float* row = scores + lane_row * row_stride;
-  // The launch before made the queries and waited for all else before this one began: only they are waited for, behind
-  // the first copies.
+  // The previous launch made the queries, and waited for everything else before this one began. So only the queries are
+  // waited for, after the first copies have been issued.
   bool waited = false;
   const auto wait = [&]() __attribute__((always_inline)) {
     wait_for_earlier();

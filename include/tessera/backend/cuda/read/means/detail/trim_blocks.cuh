@@ -1,4 +1,4 @@
-// The best blocks until they hold as many tokens as a step reads, where blocks have several sizes.
+// Trims lists of the best blocks to the tokens that a step reads, where blocks have several sizes.
 #pragma once
 
 #include <algorithm>
@@ -55,8 +55,8 @@ __device__ __forceinline__ unsigned sum_of_warps(unsigned of_lane, unsigned (*su
 }
 
 /// A thread block trims the list of one (sequence, kv_head). A block of tokens stays if the blocks that rank above it
-/// hold fewer tokens than are read. The first and the last one of the sequence always stay. `spare` [lanes, 3,
-/// list_stride] is used where a list does not fit into shared memory.
+/// hold fewer tokens than are to be read. The first and the last block of the sequence always stay. `spare` [lanes, 3,
+/// list_stride] is used if a list does not fit into shared memory.
 template <class View>
 __global__ void __launch_bounds__(trimming_threads)
     trim_blocks_entry(const __grid_constant__ trim_problem<View> p, std::uint32_t* spare) {
@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(trimming_threads)
     for (index_t i = thread; i < n; i += trimming_threads) rows += blocks.keys[i] >= key ? blocks.rows(i) : 0u;
     return sum_of_warps(rows, sums, turn ^= 1);
   };
-  // The best key that, with all above it, holds enough tokens; above all of them where none is needed, below where they
-  // do not do.
+  // The best key that, together with all keys above it, holds enough tokens. It is above all keys if no tokens are
+  // needed, and below all keys if all together do not hold enough.
   const unsigned wanted = unsigned(p.tokens);
   std::uint32_t least = low;
   if (always >= wanted) {
@@ -123,7 +123,8 @@ __global__ void __launch_bounds__(trimming_threads)
     }
   }
   held = least == ~0u ? always : rows_reaching(least + 1);
-  // Each warp goes through a part of the list: for ties that its neighbours have, for what stays, and to write that.
+  // Each warp processes a part of the list: it counts ties for its neighbours, counts what stays, and writes what
+  // stays.
   const index_t share = ceil_div(n, trimming_threads) * 32, begin = (min)(n, warp * share),
                 end = (min)(n, begin + share);
   const auto ties = [&](index_t i) { return i < end && blocks.keys[i] == least ? blocks.rows(i) : 0u; };
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(trimming_threads)
         i < end && (blocks.keys[i] > least || blocks.keys[i] == ~0u || (own && tied_earlier + upto - own < wanted));
     tied_earlier += __shfl_sync(~0u, upto, 31);
     const unsigned staying = __ballot_sync(~0u, stays);
-    if (lane == 0) blocks.keys[first] = staying;  // nobody compares it any more
+    if (lane == 0) blocks.keys[first] = staying;  // not compared any more
     stay += lane == 0 ? unsigned(__popc(staying)) : 0u;
     __syncwarp();
   }

@@ -15,10 +15,10 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// The device's cpu::segment_reader. An entry is a (layer, sequence). For every entry it holds by kv_head the sum of
+/// The device's cpu::segment_reader. An entry is a (layer, sequence). For every entry and kv_head it holds the sum of
 /// each segment's keys, and the sum of the queries of the segment that the answer is writing. Its views are
 /// `segmented_view`s. The choice lies in this object's memory until the next call.
-/// Bytes    of an index k_dim fp32 a segment; room for as many segments as tokens, which cache_options::index_tokens
+/// Bytes    an index has k_dim fp32 a segment; room for as many segments as tokens, which cache_options::index_tokens
 ///          bounds.
 template <class Recipe, class View, class Out>
 class segment_reader : public slot_reader {
@@ -55,8 +55,8 @@ class segment_reader : public slot_reader {
     check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
   }
 
-  /// The operation for another budget; `adopt` uses it from now on.   Errors   plans that keep more than the index was
-  /// made for.
+  /// The operation for another budget; `adopt` uses it from then on.
+  /// Errors   plans that keep more than the index was made for.
   using operation = select_slots<typename policy::selector_type>;
   operation fit(const Recipe& recipe, const model_shape& shape, const cache_options& options,
                 const device_info& device) const {
@@ -158,7 +158,7 @@ class segment_reader : public slot_reader {
   device_buffer<float> scores_;
   device_buffer<index_t> indices_, counts_, keep_, tail_;  // by row of the batch
   id_column<segment_plan> plans_;
-  id_column<index_t> ids_;  // by id the id: so a batch knows its entries
+  id_column<index_t> ids_;  // maps each id to itself: gathered for a batch, it gives the batch's entries
 };
 
 template <class Recipe, class View, class Out>

@@ -9,8 +9,9 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A block takes a share of a head's keys for one query head, whose covariance stays in shared memory; a warp's keys
-/// stay in registers, and so do the products: a key's elements and the products that they meet lie on the same lane.
+/// A block takes a share of a head's keys for one query head, whose covariance stays in shared memory. A warp's keys
+/// and the products stay in registers: a key's elements and the products that they are multiplied with lie on the same
+/// lane.
 template <class View, class Scorer>
 struct expected_kernel {
   using T = typename View::element_type;
@@ -106,7 +107,8 @@ struct expected_kernel {
   }
 
  private:
-  /// What columns first .. first + panel - 1 of the covariance give to the keys. Rows above the diagonal are zeros.
+  /// What columns first .. first + panel - 1 of the covariance contribute to the keys. Rows above the diagonal are
+  /// zeros.
   template <class Keys, class Sums>
   __device__ __forceinline__ static void add_panel(std::uint32_t square, int first, const Keys& k, const float* mean,
                                                    Sums& along, Sums& spread, int matrix, int in_matrix, int lane) {
@@ -154,8 +156,9 @@ struct expected_kernel {
 // Mean and variance of each key's logits, on the GPU, by products of four warps at a time (wgmma).
 
 /// A block takes a share of a head's keys for some of its query heads, whose covariances stay in shared memory. Keys go
-/// from device memory to the registers that products read: a lane's 16 bytes are eight neighbouring channels, which
-/// place_of_channel puts where products look for what one lane holds. Groups of four warps do not wait for each other.
+/// from device memory directly to the registers that products read: a lane's 16 bytes are eight neighbouring channels,
+/// and place_of_channel orders channels as products expect them on one lane. Groups of four warps do not wait for each
+/// other.
 template <class View, class Scorer>
 struct expected_hopper_kernel {
   using T = typename View::element_type;
@@ -230,7 +233,7 @@ struct expected_hopper_kernel {
       own[e] = {-infinity, 0};
       variance_scale[e] = scalbnf(p.scale * p.scale, e < here ? p.moments.shift[row + e] : 0);
     }
-    // All four warps of a group go on for as long as the first of them has keys.
+    // All four warps of a group continue while the first of them has keys.
     for (index_t first = begin; first - warp % 4 * 16 < at.tokens; first += step) {
       now = next;
       next.load(p.view, at, first + step, lane);
@@ -270,8 +273,8 @@ struct expected_hopper_kernel {
   }
 
  private:
-  /// What one query head gives to the keys of a warp. Rows above the diagonal are zeros: products leave out squares of
-  /// them.
+  /// What one query head contributes to the keys of a warp. Rows above the diagonal are zeros, so products skip squares
+  /// of them.
   __device__ __forceinline__ static void add_logits(std::uint32_t square, const keys& k, const float2* mean,
                                                     float (&along)[2], float (&spread)[2], int lane) {
 #pragma unroll

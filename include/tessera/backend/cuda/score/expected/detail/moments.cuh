@@ -1,4 +1,4 @@
-// Mean and covariance of the queries to come, as the kernels of Expected Attention read them, and sums of exponentials.
+// Mean and covariance of future queries, as the kernels of Expected Attention read them, and sums of exponentials.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -15,8 +15,8 @@ namespace detail {
 
 inline constexpr int moments_threads = 256, moments_blocks = 8;  // of a query head
 
-/// Where channels lie in what score_expected reads. With products of four warps a lane's eight neighbouring channels
-/// come where products look for what one lane holds of two steps.
+/// The order of channels in what score_expected reads. For products of four warps, a lane's eight neighbouring channels
+/// are placed where products read one lane's elements of two steps.
 template <int D>
 TESSERA_HD constexpr int place_of_channel(int channel) {
   if constexpr (!(compiled_for_hopper && fits_wide_products<D>)) return channel;
@@ -24,10 +24,11 @@ TESSERA_HD constexpr int place_of_channel(int channel) {
   return channel - c + c / 4 % 2 * 16 + c / 2 % 2 * 8 + c / 8 * 2 + c % 2;
 }
 
-/// What score_expected reads of one query head. k' Sigma k is the sum over i >= j of k[i] k[j] L[i, j], L being Sigma's
-/// lower triangle with everything off its diagonal doubled. Two elements of 16 bits hold 16 bits of mantissa and more.
-/// Shapes   mean [heads, D]; high, low [heads, D, D], row j has column j of L * 2^-shift; shift [heads]. Channels lie,
-///          and the triangle counts, by place_of_channel.
+/// What score_expected reads of one query head. k' Sigma k is the sum over i >= j of k[i] k[j] L[i, j], where L is
+/// Sigma's lower triangle with everything off its diagonal doubled. Two 16-bit elements (high and low) hold at least 16
+/// bits of mantissa.
+/// Shapes   mean [heads, D]; high, low [heads, D, D], row j has column j of L * 2^-shift; shift [heads]. The order of
+///          channels, and the triangle, follow place_of_channel.
 template <class T>
 struct moment_rows {
   float* mean;
@@ -36,7 +37,8 @@ struct moment_rows {
   int* shift;
 };
 
-/// A block a pair of elements: the mean of RoPE's rotations over `future` positions from each sequence's next one on.
+/// One block per pair of elements: the mean of RoPE's rotations over `future` positions from each sequence's next one
+/// on.
 /// Shapes   turns [sequences, pairs].
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
@@ -92,7 +94,7 @@ __global__ void __launch_bounds__(moments_threads)
     take(i + pairs, j, t10 * v.x - t11 * v.y);
     take(i + pairs, j + pairs, t10 * v.y + t11 * v.x);
   };
-  float largest = 0;  // of a covariance the largest element lies on the diagonal
+  float largest = 0;  // the largest element of a covariance lies on its diagonal
   for (int i = threadIdx.x; i < pairs; i += moments_threads)
     rotated(i, i, [&](int, int, double x) { largest = fmaxf(largest, fabsf(float(x))); });
   parts[threadIdx.x] = largest;
@@ -125,9 +127,9 @@ __global__ void __launch_bounds__(moments_threads)
 
 }  // namespace detail
 
-/// Estimates mean and covariance of the queries to come, for every (sequence, query head), from those of the prompt.
-/// Shapes   statistics [sequences], next [sequences], frequencies [D / 2], turns [sequences, D / 2].   Cost  two small
-///          launches.
+/// Estimates mean and covariance of future queries, for every (sequence, query head), from those of the prompt.
+/// Shapes   statistics [sequences], next [sequences], frequencies [D / 2], turns [sequences, D / 2].
+/// Cost     two small launches.
 template <class T, int D>
 void make_moments(const query_statistics* statistics, const float* frequencies, const index_t* next, index_t future,
                   index_t sequences, index_t q_heads, double2* turns, const detail::moment_rows<T>& to,

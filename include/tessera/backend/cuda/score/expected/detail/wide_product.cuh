@@ -16,13 +16,13 @@ template <class T>
 struct wide_product {
   using sums = float[8][4];  // of a warp's rows: eight columns a time, as mma.cuh's
 
-  /// Where the 16 bytes `chunk` of row `row` of `rows` begin, in bytes. Rows have 128 bytes, and their chunks are
-  /// exchanged. The memory begins on 1024 bytes.
+  /// Where the 16 bytes of chunk `chunk` of row `row` of `rows` rows begin, in bytes. Rows have 128 bytes with swizzled
+  /// chunks. The memory must begin on 1024 bytes.
   TESSERA_HD static constexpr std::uint32_t offset(int rows, int row, int chunk) {
     return std::uint32_t(chunk / 8 * rows * 128 + row * 128 + ((chunk ^ row) & 7) * 16);
   }
-  /// b: row n has column n, 64 of them from a multiple of 8 on; `address` of the first row's chunk of elements k, a
-  /// multiple of 16.
+  /// Operand b: row n has column n, 64 of them from a multiple of 8 on. `address` is that of the first row's chunk with
+  /// elements k, a multiple of 16.
   __device__ static std::uint64_t operand(std::uint32_t address) {
     return std::uint64_t(address >> 4 & 0x3fffu) | 1ull << 16 | 64ull << 32 | 1ull << 62;
   }
