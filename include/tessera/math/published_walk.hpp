@@ -24,8 +24,8 @@ struct published_walk {
   index_t slashes, verticals;  ///< chosen so far: so many of each list's first
   double largest_of_slashes, largest_of_verticals, sum_of_gains;
 
-  /// Continues with the first `count` remaining lines of each list; nothing after a list's end is read. Returns false if
-  /// all of these lines of one list are chosen and more are needed.
+  /// Continues with the first `count` remaining lines of each list; nothing after a list's end is read. Returns false
+  /// if all of these lines of one list are chosen and more are needed.
   TESSERA_HD bool go_on(double wanted, const weighed_line* slash, const weighed_line* vertical, index_t count) {
     const weighed_line *const slash_end = slash + count, *const vertical_end = vertical + count;
     while (sum_of_gains < wanted) {
