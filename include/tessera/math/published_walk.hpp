@@ -11,7 +11,7 @@ struct weighed_line {
   index_t length;          ///< its entries in the whole chunk
 };
 
-/// Algorithm 5, and how far it has come: all zeros to begin with. What the paper leaves open is decided so:
+/// The state of Algorithm 5; all zeros at the start. The paper leaves some steps open. Here they are:
 ///   - slashes and verticals are two lists, each by falling weight; lines without weight are left out;
 ///   - the gain of a list's first line is its weight less the largest entries of all chosen lines of the other kind;
 ///   - its length is its entries less the number of those lines, at least 1;
@@ -24,8 +24,8 @@ struct published_walk {
   index_t slashes, verticals;  ///< chosen so far: so many of each list's first
   double largest_of_slashes, largest_of_verticals, sum_of_gains;
 
-  /// Goes on with the first `count` lines of what is left of each list; what is behind a list's end is not looked at.
-  /// False: all of those of one list are chosen, and it wants to see more.
+  /// Continues with the first `count` remaining lines of each list; nothing after a list's end is read. Returns false
+  /// if all of these lines of one list are chosen and more are needed.
   TESSERA_HD bool go_on(double wanted, const weighed_line* slash, const weighed_line* vertical, index_t count) {
     const weighed_line *const slash_end = slash + count, *const vertical_end = vertical + count;
     while (sum_of_gains < wanted) {

@@ -1,4 +1,4 @@
-// A share of so many tokens, in whole tokens: of the number that was written, not of its nearest binary one.
+// A share of a token count, in whole tokens. The share is the decimal number that was written, not the nearest double.
 #pragma once
 
 #include <cmath>

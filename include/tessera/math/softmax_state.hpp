@@ -35,7 +35,7 @@ struct softmax_state {
   TESSERA_HD float lse() const { return sum != sum ? sum : log_sum_exp(); }
 
   /// Ends a row: its head's sink logit (null: none) adds to the sum and nothing to the output, and does not hide a NaN.
-  /// Returns what turns the row's summed output into its output, 0 where nothing was seen.
+  /// Returns the factor by which the row's summed output becomes its output; 0 if nothing was seen.
   TESSERA_HD float close(const float* sink_logits, index_t q_head) {
     float scale = 1;
     if (sink_logits && sum == sum) {

@@ -1,4 +1,5 @@
-// Attention over packed segments and the whole rows behind them, on the CPU: each part in its basis, one merge.
+// Attention over packed segments and the whole rows after them, on the CPU. Each part is attended in its own basis; the
+// results are merged once.
 #pragma once
 
 #include <algorithm>

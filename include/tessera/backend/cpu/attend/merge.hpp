@@ -26,7 +26,7 @@ void finish_row(const float* sink, softmax_state state, const float* from, float
 template <int Dv, class State, class Row>
 void merge_row(index_t count, const State& state, const Row& row, const float* sink, float* out, float* lse) {
   softmax_state total;
-  bool poisoned = false;  // a part of nothing but NaN has no maximum and would pass for an empty one
+  bool poisoned = false;  // a part of only NaN has no maximum, and would otherwise be taken for an empty part
   for (index_t i = 0; i < count; ++i) {
     poisoned |= state(i).sum != state(i).sum;
     total.merge(state(i));

@@ -248,7 +248,7 @@ inline void add_visible_values(const float* weights, int rows, const float* valu
   }
 }
 
-/// Largest logit of a row; NaN is passed over.
+/// The largest logit of a row; NaN is ignored.
 TESSERA_INLINE float row_max(const float* row) {
   lanes best = load(row);
   best = best == best ? best : splat(-infinity);

@@ -32,7 +32,7 @@ void for_each_table(const View& view, const Tokens& tokens_of, const Visit& visi
 
 }  // namespace detail
 
-/// A view that stores something says where: `keys` and `values` say which of the two the caller reads.
+/// Checks that a view that stores tokens has its memory. `keys` and `values` say which rows the caller reads.
 /// Errors   lengths, rows or a block table that are null: tessera::error.
 template <class View>
 void require_memory(const View& view, bool keys, bool values) {
@@ -122,8 +122,8 @@ void require_pages(const View& view, const page_pool& pool) {
   require_pages(view, pool, [&](index_t b, index_t h) { return view.length(b, h); });
 }
 
-/// Checks that a page in which packing moves a row is in one table of the batch only, and once.
-/// Errors   a page that is not: tessera::error.   Cost  one count for every page of the pool.
+/// Checks that each page in which packing moves a row occurs exactly once in the tables of the batch.
+/// Errors   a page that occurs more often: tessera::error.   Cost  one count for every page of the pool.
 template <class From, class To>
 void require_own_pages(const From& from, const selection_view& chosen, const To& to, const page_pool& pool) {
   if constexpr (page_table<decltype(from.table)> && page_table<decltype(to.table)>) {

@@ -31,8 +31,8 @@ inline offset_t rows_with_room(const host_vector<index_t>& lengths) {
 ///   expect(id, tokens)                       reserves memory for `tokens` more in every head of a sequence, 0: none;
 ///                                            throws where a pool has no more
 ///   bytes(entry)
-///   upper_bound(peaks)                       the most that the rows of a sequence with these peaks take, by layer
-///   available()                              what no sequence has or has reserved; without a bound: unlimited
+///   upper_bound(peaks)                       upper bound of the memory of a sequence's rows; `peaks` by layer
+///   available()                              memory that is neither used nor reserved; without a bound: unlimited
 template <class Layout, class Placement = typename Layout::placement_type>
 class placed_rows {
   static_assert(sizeof(Placement) == 0,
@@ -97,7 +97,7 @@ class placed_rows<Layout, runs> {
     return offset_t((here.k.capacity() + here.v.capacity()) * sizeof(stored) +
                     (here.k_scales.capacity() + here.v_scales.capacity()) * sizeof(float));
   }
-  /// A layer that grows has its old run and its new one for a while: the longest layer counts twice.
+  /// The longest layer counts twice: a layer that grows has its old and its new run for a while.
   capacity upper_bound(const host_vector<layer_peak>& peaks) const {
     offset_t rows = 0, largest = 0;
     for (const layer_peak& peak : peaks) {

@@ -1,4 +1,4 @@
-// The store of a cache of packed rows on the CPU: segments, and behind them the rows that are not packed yet.
+// The store of a cache of packed rows on the CPU: segments, followed by the rows that are not packed yet.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
 /// Has the calls of the plain store. New tokens are whole rows. `plan_packing` makes segments of the rows that are due,
-/// `commit_packing` replaces the rows by them. Segments that another sequence, or copy of the store, shares are never
+/// `commit_packing` replaces the rows by them. A segment that another sequence, or a copy of the store, shares is never
 /// written.
 template <packing_layout Layout>
 class kv_store<Layout> {
@@ -145,8 +145,8 @@ class kv_store<Layout> {
     stored.retained_rows.reset(stored.whole);
   }
 
-  /// As the plain store's, after `plan_keep`. Rows of a segment that stay move together. The mean of a block whose rows
-  /// change is computed from their stored elements.
+  /// As the plain store's, after `plan_keep`. The remaining rows of a segment move next to each other. The mean of a
+  /// block whose rows change is recomputed from their stored elements.
   bool keep(sequence_layer owner, const selection& chosen, executor& workers) {
     stored_tokens& stored = stored_[owner];
     if (chosen.counts == stored.lengths) return false;
@@ -307,7 +307,7 @@ class kv_store<Layout> {
     host_vector<segment_pointer> segments;
     host_vector<index_t> counts;  // of each head, the oldest whole rows: those in the segments
     selection left;               // the other rows
-    bool joins = false;           // joins the last segment instead of standing behind it
+    bool joins = false;           // the new segment joins the last one instead of following it
     bool prompt_ended = false;
     bool in_own_basis = false;
   };
@@ -363,7 +363,7 @@ class kv_store<Layout> {
                                       [&](index_t length) { return length % segment.format.block == 0; });
   }
 
-  /// Makes the segment this store's alone.
+  /// Replaces a shared segment by a copy of this store's own.
   static void make_unique(segment_pointer& segment) {
     if (segment.use_count() > 1) segment = std::make_shared<segment_type>(*segment);
   }

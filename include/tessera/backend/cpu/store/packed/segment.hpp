@@ -146,7 +146,7 @@ struct packed_segment {
   offset_t bytes() const { return rows.bytes() + means.bytes(); }
 
  private:
-  // The planes of V stand behind those of K.
+  // The planes of V follow those of K.
   static packed_plane bits_of(packed_plane values) { return values == k_values ? k_bits : v_bits; }
   static packed_plane scales_of(packed_plane values) { return values == k_values ? k_scales : v_scales; }
 
@@ -169,7 +169,7 @@ struct packed_segment {
   }
 };
 
-/// The most that the segments of a new sequence take, with their bases and what is remembered to make them.
+/// Upper bound of the memory of a new sequence's segments, with their bases and the data that is kept to make them.
 template <packing_layout Layout>
 offset_t max_segment_bytes(const Layout& layout, index_t block, offset_t kv_heads,
                            const host_vector<layer_peak>& peaks) {

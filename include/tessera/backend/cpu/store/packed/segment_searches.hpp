@@ -39,7 +39,7 @@ class strategy_task final : public background_task {
 
  protected:
   void run(const std::atomic<bool>& stopping) override {
-    executor alone(1);  // the cache's own works for the cache
+    executor alone(1);  // the cache's executor may be busy with the cache's calls
     for (layer_part& part : parts) {
       strategy_search<typename rows_type::key_channels> search(rows_.key);
       for (index_t h = 0; h < part.rows.kv_heads; ++h) {
@@ -76,7 +76,7 @@ class strategy_task final : public background_task {
   index_t block_;
 };
 
-/// The strategies of a store's segments: nothing, where all segments are packed alike.
+/// The strategies of a store's segments. This one does nothing: all segments are packed by one strategy.
 template <packing_layout Layout>
 class segment_searches {
  public:
@@ -98,8 +98,9 @@ class segment_searches {
   offset_t bytes(sequence_layer) const { return 0; }
 };
 
-/// For each (layer, sequence): the settled segments; behind them segments that are packed by the last settled one's
-/// strategy, and their original rows. For each sequence: the search for its newest settled segments.
+/// Keeps for each (layer, sequence) the number of settled segments, and the original rows of the segments after them,
+/// which are packed by the last settled segment's strategy. Keeps for each sequence the search for its newest settled
+/// segments.
 template <searching_layout Layout>
 class segment_searches<Layout> {
   using rows_type = typename Layout::rows_type;
@@ -131,14 +132,14 @@ class segment_searches<Layout> {
     sessions_[std::size_t(id)] = {};
     ranges_.clear(id);
   }
-  /// A search at work is shared: its result replaces the segments of both sequences.
+  /// A running search is shared: its result replaces the segments of both sequences.
   void copy(index_t source, index_t target) {
     sessions_[std::size_t(target)] = sessions_[std::size_t(source)];
     for (index_t layer = 0; layer < layers_; ++layer)
       ranges_[sequence_layer{layer, target}] = ranges_[sequence_layer{layer, source}];
   }
 
-  /// The segment whose basis and format new rows get.
+  /// The segment whose basis and format are used for new rows.
   const auto& like(sequence_layer owner, const segments& all) const {
     return *(on() ? all[ranges_[owner].settled - 1] : all.back());
   }
@@ -196,7 +197,7 @@ class segment_searches<Layout> {
     const bool full = rows >= rows_.segment;
     if (!full && (rows < rows_.strategy.least_segment || !lost_enough(id, segments_of))) return;
     if (!now.task && begin(id, now, segments_of)) return;
-    if (!full) return;  // it goes on until the search before it is over, or it is full
+    if (!full) return;  // the segment grows until the previous search is over, or the segment is full
     for (index_t layer = 0; layer < layers_; ++layer) end(ranges_[sequence_layer{layer, id}], segments_of(layer));
     ++now.report.unchanged;
   }
@@ -263,7 +264,7 @@ class segment_searches<Layout> {
   static void say(strategy_report& report, const char* problem) noexcept {
     try {
       report.problem = problem;
-    } catch (...) {  // no memory: the count alone says it
+    } catch (...) {  // no memory for the message: only the count reports it
     }
   }
 
@@ -283,7 +284,7 @@ class segment_searches<Layout> {
       say(now.report, none.what());
       return false;
     } catch (...) {
-      return false;  // no memory: another time
+      return false;  // no memory: a later call tries again
     }
     for (index_t layer = 0; layer < layers_; ++layer) {
       range& here = ranges_[sequence_layer{layer, id}];
