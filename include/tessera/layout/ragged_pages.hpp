@@ -16,7 +16,7 @@ TESSERA_NAMESPACE_BEGIN
 /// group. Column c of page p is block p * heads + c of a pool of blocks [.., page, dim]. Thus every (sequence, kv_head)
 /// has its own table of blocks, which any paged kernel reads as a sequence of one head. All layers and sequences share
 /// the pool. A group has pages for its longest head; the other heads leave slots empty. With `fitted`, heads whose
-/// lengths differ much are in smaller groups, where each head has several columns of a page.
+/// shares differ much are in smaller groups, where each head has several columns of a page.
 /// Errors   heads that do not divide the kv_heads of a layer (of the model, clustered or fitted over it):
 ///          tessera::error. A layer of fewer than 4 heads is one group where `heads` is left at 4.
 /// Paper    TANGRAM, arXiv:2606.06302, Sec. 4.2.

@@ -42,8 +42,8 @@ struct decode_staging {
   stored_type *k_first = nullptr, *v_first = nullptr;  // strided tables: the row's first slot
   offset_t scale_first = 0;                            // and its scale
   bool direct = true;                                  // strided and no selection: no addresses have to be read
-  bool in_pages = false;                               // no selection, and every tile lies in one page
-  bool in_halves = false;                              // in_pages, and a tile has two of them
+  bool in_pages = false;                               // no selection: a tile lies in one page, or in two
+  bool in_halves = false;                              // in_pages, and a tile lies in two pages
   // In pages, a lane holds the page of one of 32 tiles, and of one of the following 32. Otherwise it holds one token of
   // every `span` tiles: the addresses in the next two groups of tiles, and the slots in the two groups after those.
   static constexpr int span = 32 / tokens, half = 16;
