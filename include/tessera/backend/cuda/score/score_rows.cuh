@@ -25,10 +25,10 @@ struct score_rows {
   const index_t* lengths = nullptr;  ///< as kv_view has them
   batch_strides length_strides{};
   index_t tail = 0;
-  const index_t* tails = nullptr;    ///< [sequences], instead of `tail` if turns differ; null: one for all
-  const index_t* budgets = nullptr;  ///< [sequences], instead of the budget's tokens if plans differ; null: the same
-  const index_t* settled = nullptr;  ///< [rows], a row's first slots that are kept and do not compete; null: none
-  const index_t* earlier = nullptr;  ///< [rows], how many of those are from earlier turns; given with `settled`
+  const index_t* tails = nullptr;       ///< [sequences], instead of `tail` if turns differ; null: one for all
+  const index_t* budgets = nullptr;     ///< [sequences], instead of the budget's tokens if plans differ; null: the same
+  const index_t* settled = nullptr;     ///< [rows], a row's first slots that are kept and do not compete; null: none
+  const index_t* earlier = nullptr;     ///< [rows], how many of those are from earlier turns; given with `settled`
   const prompt_reach* reach = nullptr;  ///< [sequences]; given with `settled`
 
   TESSERA_HD offset_t begin(index_t row) const { return offsets ? offsets[row] : row * row_stride; }

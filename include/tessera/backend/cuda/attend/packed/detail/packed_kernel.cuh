@@ -137,8 +137,7 @@ class packed_part {
                                                index_t part) {
     const device_segment& segment = p_.view.segment(sequence_, s);
     const index_t unit_rows = unit_of_segment(s);
-    const int unit_shift =
-        (unit_rows & (unit_rows - 1)) == 0 ? __ffs(int(unit_rows)) - 1 : -1;  // -1: no power of two
+    const int unit_shift = (unit_rows & (unit_rows - 1)) == 0 ? __ffs(int(unit_rows)) - 1 : -1;  // -1: no power of two
     const float4 queries = queries_of(s, int(threadIdx.x));
     using key_rows = raw_rows<row_layout<D>>;
     using value_rows = raw_rows<row_layout<Dv>>;
