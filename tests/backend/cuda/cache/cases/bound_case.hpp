@@ -69,7 +69,7 @@ requires runs_on_devices<Method> void stay_within_bound() {
     REQUIRE(ample.available().covers(bound));
     run_within(ample, turn, bound);
     cuda::cache_options tight = options;
-    tight.rows = bound.bytes / layout::token_bytes();
+    tight.rows = (bound.bytes + layout::token_bytes() - 1) / layout::token_bytes();
     Method limited = method;
     if constexpr (requires { limited.placement.max_pages; }) {
       limited.placement.max_pages = index_t(bound.pages);
