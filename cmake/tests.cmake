@@ -9,12 +9,6 @@ target_compile_options(tessera_testing PRIVATE "$<$<CONFIG:Release>:-O0>")  # Ca
 
 include(cmake/methods.cmake)
 file(GLOB_RECURSE test_files CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/tests" tests/test_*.cpp)
-# Every method in other layouts: nothing takes g++ longer, and they run for less than a second. They are linked last, so that the other
-# files' optimised templates are taken where both have one.
-set(unoptimised methods/test_fixed_pages.cpp methods/test_fp8_rows.cpp)
-list(TRANSFORM unoptimised PREPEND tests/ OUTPUT_VARIABLE unoptimised_units)
-set_source_files_properties(${unoptimised_units} PROPERTIES COMPILE_OPTIONS "$<$<CONFIG:Release>:-O0>")
-list(REMOVE_ITEM test_files ${unoptimised})
 set(test_programs "")
 foreach(file IN LISTS test_files)
   cmake_path(GET file PARENT_PATH folder)
@@ -88,7 +82,7 @@ if(TARGET test_methods)
   configure_file(tests/methods/support/registry.cpp.in test_methods/registry.cpp @ONLY)
   tessera_join_units(units "${PROJECT_BINARY_DIR}/test_methods/methods" cpp 8 ${files})
   target_sources(test_methods PRIVATE ${units} "${PROJECT_BINARY_DIR}/test_methods/registry.cpp" tests/methods/support/entries.cpp
-                 tests/methods/support/mixtures.cpp ${unoptimised_units})
+                 tests/methods/support/mixtures.cpp)
   configure_file(tests/methods/support/every_method.hpp.in test_methods/every_method.hpp @ONLY)
   target_include_directories(tessera_testing PUBLIC "${PROJECT_BINARY_DIR}/test_methods")
 

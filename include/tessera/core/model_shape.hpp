@@ -32,6 +32,7 @@ std::string shape_text(const rows_view<T>& rows) {
          "]";
 }
 
+/// Whether rows have as many sequences, tokens and heads as others.
 template <class A, class B>
 bool same_shape(const rows_view<A>& a, const rows_view<B>& b) {
   return a.sequences == b.sequences && a.tokens == b.tokens && a.heads == b.heads;

@@ -186,6 +186,8 @@ struct packed_peak {
   index_t originals = 0;  ///< original rows of a head that a search may read, whatever it waits for
 };
 
+/// Follows the tail through the turn.
+/// Cost     the tokens of a full tail.
 template <packing_layout Layout>
 packed_peak packed_peak_of(const Layout& layout, const turn_extent& turn) {
   const auto& tail = layout.rows.tail;

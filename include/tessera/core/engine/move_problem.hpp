@@ -73,19 +73,22 @@ struct append_problem {
            "say after which tokens a segment ends, and where each text stands");
     }
     if (k.tokens == 0 || view.sequences <= 0) return;
-    const auto fits = [&](const auto& rows) { return rows.sequences == view.sequences && rows.heads == view.kv_heads; };
-    if (!fits(k) || !fits(v)) {
-      fail("shapes of k and v", shape_text(k) + " and " + shape_text(v),
-           "new rows of the view's " + std::to_string(view.sequences) + " sequences and " +
-               std::to_string(view.kv_heads) + " kv_heads",
-           "append to every sequence of the view; new_tokens may be 0");
-    }
+    check_shapes();
     const bool has_scales = !View::encoding_type::scaled || (view.scales.k && view.scales.v);
     if (!k.data || !v.data || !view.k || !view.v || !view.lengths || !has_scales) {
       fail("memory of the problem", "null", "memory behind k, v, the view, its lengths and its scales",
            "pass the rows, and where they go");
     }
     require_row_scales(view);
+  }
+  /// Errors   rows of other sequences or heads than the view's: tessera::error. The CPU asks without new tokens too.
+  void check_shapes() const {
+    const auto fits = [&](const auto& rows) { return rows.sequences == view.sequences && rows.heads == view.kv_heads; };
+    if (fits(k) && fits(v)) return;
+    fail("shapes of k and v", shape_text(k) + " and " + shape_text(v),
+         "new rows of the view's " + std::to_string(view.sequences) + " sequences and " +
+             std::to_string(view.kv_heads) + " kv_heads",
+         "append to every sequence of the view; new_tokens may be 0");
   }
 };
 /// k and v may be rows of memory that the caller writes elsewhere.

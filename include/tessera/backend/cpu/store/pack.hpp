@@ -23,6 +23,7 @@ void append(const append_problem<View, E>& p) {
   const default_float_mode mode;
   const View& view = p.view;
   p.check();
+  p.check_shapes();
   const auto added = [&](index_t b) { return p.new_tokens ? p.new_tokens[b] : p.k.tokens; };
   for (index_t b = 0; b < view.sequences; ++b) {
     require(added(b) >= 0 && added(b) <= p.k.tokens, "new tokens of sequence " + std::to_string(b), added(b),
