@@ -23,16 +23,21 @@ TESSERA_SHARED_NAMESPACE_END
 
 TESSERA_NAMESPACE_BEGIN
 
+/// Errors   negative counts, another head dim: tessera::error.
+template <class Out>
+void require_counts(const rows_view<Out>& out, index_t dim) {
+  if ((std::min)({out.sequences, out.tokens, out.heads}) < 0) {
+    fail("counts of out", shape_text(out), "at least 0 each", "pass [sequences, tokens, q_heads, dim]");
+  }
+  require_dim(out, dim, "out");
+}
+
 /// Checks what `merge_parts` reads and writes; `lse` may have no data.
 /// Errors   no memory, negative counts, another head dim, shapes that differ: tessera::error.
 template <class Out>
 void require_parts(std::span<const attention_part> parts, const rows_view<Out>& out, const rows_view<float>& lse,
                    index_t dim) {
-  if ((std::min)({out.sequences, out.tokens, out.heads}) < 0) {
-    fail("counts of out", shape_text(out), "at least 0 each", "pass [sequences, tokens, q_heads, dim]");
-  }
-  require_dim(out, dim, "out");
-  if (out.sequences == 0 || out.tokens == 0 || out.heads == 0) return;
+  require_counts(out, dim);
   if (!out.data) fail("out", "null", "memory for the rows", "pass the rows themselves");
   if (lse.data) require_same_shape("lse", lse, out);
   for (const attention_part& part : parts) {

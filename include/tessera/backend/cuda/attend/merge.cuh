@@ -109,9 +109,10 @@ void merge_parts(std::span<const attention_part> parts, const float* sink_logits
   static_assert(Dim % 4 == 0, "tessera: merge_parts takes rows of a multiple of 4 elements");
   static_assert(element<Out>, "tessera: merge_parts writes float, fp16 or bf16");
   using detail::max_parts;
-  require_parts(parts, out, lse, Dim);
+  require_counts(out, Dim);
   const offset_t rows = offset_t(out.sequences) * out.tokens * out.heads;
   if (rows == 0) return;
+  require_parts(parts, out, lse, Dim);
   require_aligned_rows("out", out, 4);
   for (const attention_part& part : parts) require_aligned_rows("out of a part", part.out, 4);
   const bool several = parts.size() > std::size_t(max_parts);
