@@ -34,7 +34,8 @@ concept host_budget = requires(const B b, const layer_scores& scores, index_t* c
 ///   name                      its published name
 ///   compares_heads            whether it ranks scores of different heads against each other
 ///   tokens                    the budget: tokens per kv_head, the protected tail included
-///   share, share_won or allot see above; the backends limit a head's count to between its tail and its stored tokens
+///   share, share_won or allot see above; the backends limit a head's count to between its tail and its stored tokens.
+///                             A share may not fall where more tokens are stored: the bound of a cache relies on it
 ///   check()                   throws tessera::error on parameters that make no sense
 /// It may also say
 ///   fits(layer_extent) -> bool                  whether all of a layer stays, whatever the scores; else: longest <=

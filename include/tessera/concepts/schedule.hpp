@@ -29,7 +29,8 @@ struct turn_clock {
 /// A policy that says when the first stage chooses.
 ///   name
 ///   fires_at(moment)        static constexpr: whether it can fire at this kind of moment
-///   due(moment, clock)      whether to choose now; called on the host before the moment
+///   due(moment, clock)      whether to choose now; called on the host before the moment. At a chunk's end it may not
+///                           become false where more tokens wait or come: the bound of a cache relies on it
 /// One with parameters has check() and parameters(self, visit) too.
 template <class S>
 concept schedule = requires(const S s, moment now, const turn_clock& at) {

@@ -39,7 +39,8 @@ choice_gaps gaps_of(const Recipe& recipe, const planned<Recipe>& policies, const
         now.waiting = waiting, now.coming = coming;
         return recipe.schedule.due(moment::chunk_end, now);
       };
-      // The longest piece that joins `waiting` tokens without a choice: schedules fire for longer ones too.
+      // The longest piece that joins `waiting` tokens without a choice. A schedule that fires for it fires for longer
+      // ones too (concepts/schedule.hpp).
       const index_t chunk = (std::min)(turn.chunk, turn.prompt);
       index_t longest = 0;
       for (index_t waiting = 0; waiting < turn.prompt && !due(waiting, 1); ++waiting) {
@@ -72,6 +73,7 @@ choice_gaps gaps_of(const Recipe& recipe, const planned<Recipe>& policies, const
   return gaps;
 }
 
+/// Heads that all have `tokens` tokens.
 inline kept_bound even_heads(index_t kv_heads, index_t tokens) {
   kept_bound even;
   even.longest = tokens;
@@ -126,6 +128,7 @@ inline kept_bound grown(kept_bound held, offset_t tokens, index_t all) {
   held.total = (std::min)(total, held.total + offset_t(held.by_head.size()) * tokens);
   return held;
 }
+/// The larger one of each count.
 inline kept_bound larger(kept_bound a, const kept_bound& b) {
   for (std::size_t h = 0; h < a.by_head.size(); ++h) a.by_head[h] = (std::max)(a.by_head[h], b.by_head[h]);
   a.longest = (std::max)(a.longest, b.longest);

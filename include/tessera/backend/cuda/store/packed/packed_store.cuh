@@ -322,9 +322,9 @@ class kv_store<Layout> {
   capacity upper_bound(const host_vector<layer_peak>& peaks) const {
     capacity bound = whole_.upper_bound(whole_peaks(layout_, peaks));
     for (const layer_peak& peak : peaks) {
-      const packed_peak most = packed_peak_of(layout_, peak.turn);
-      const offset_t segments = packed_.upper_bound(peak.stored.longest, most.segments);
-      bound.bytes += peak.follows_recipe ? segments + searches_.upper_bound(most.originals) : 0;
+      const packed_peak of_layer = packed_peak_of(layout_, peak.turn);
+      const offset_t segments = packed_.upper_bound(peak.stored.longest, of_layer.segments);
+      bound.bytes += peak.follows_recipe ? segments + searches_.upper_bound(of_layer.originals) : 0;
     }
     return bound;
   }
