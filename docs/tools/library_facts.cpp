@@ -46,6 +46,15 @@ const char* where() {
   return on_cpu<Method> ? (on_cuda<Method> ? "both" : "CPU") : (on_cuda<Method> ? "CUDA" : "no");
 }
 
+/// Where a sequence of a method can go back to.
+template <class Method>
+const char* goes_back() {
+  constexpr takes_back taken = taken_back<Method>();
+  return taken == takes_back::anything ? "any position"
+         : taken == takes_back::answers ? "the last prompt's end"
+                                        : "nowhere";
+}
+
 /// Name and cell of every method over a layout.
 template <class Layout>
 std::vector<std::pair<std::string, std::string>> cells() {
@@ -57,6 +66,8 @@ std::vector<std::pair<std::string, std::string>> cells() {
 
 template <class T>
 void print_matrix() {
+  std::vector<std::string> back;
+  methods_test::for_every_method<T, dim, dense<T, dim>>([&]<class Method>() { back.push_back(goes_back<Method>()); });
   const auto runs_of = cells<dense<T, dim>>(), pages = cells<stored<dense_rows<T, dim>, fixed_pages<16>>>(),
              ragged_of = cells<stored<dense_rows<T, dim>, ragged_pages>>(),
              fp8_runs = cells<stored<fp8_rows<T, dim>, runs>>(),
@@ -64,13 +75,13 @@ void print_matrix() {
              packed = cells<mosaic_rows<dense<T, dim>>>();
   std::printf(
       "| method | dense rows in runs | in pages of 16 | in ragged pages | fp8 rows in runs | in pages of 16 | packed "
-      "rows |\n");
-  std::printf("| --- | --- | --- | --- | --- | --- | --- |\n");
+      "rows | goes back to |\n");
+  std::printf("| --- | --- | --- | --- | --- | --- | --- | --- |\n");
   for (std::size_t i = 0; i < runs_of.size(); ++i) {
     std::printf("| `%s`", runs_of[i].first.c_str());
     for (const auto* each : {&runs_of, &pages, &ragged_of, &fp8_runs, &fp8_pages, &packed})
       std::printf(" | %s", (*each)[i].second.c_str());
-    std::printf(" |\n");
+    std::printf(" | %s |\n", back[i].c_str());
   }
 }
 

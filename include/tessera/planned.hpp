@@ -27,8 +27,14 @@ bool packs_by_layer(const Recipe& recipe) {
   return !Recipe::retrieve_type::retrieves || recipe.retrieve.mean_block() > 0;
 }
 
-/// The policies of one conversation. They are made when its first prompt ends; until then they are those of a prompt of
-/// 0 tokens. All parts of a cache use these instead of the recipe's.
+/// Whether a layer chooses by what it stores and has observed itself, so that it can choose as soon as a prompt has
+/// been through it.
+template <class Recipe>
+inline constexpr bool chooses_by_layer =
+    Recipe::retain_type::chooses && !Recipe::retain_type::over_model && !Recipe::retain_type::reuses;
+
+/// The policies of one conversation. They are made whenever a turn's prompt ends, or is announced; until then they are
+/// those of a prompt of 0 tokens. All parts of a cache use these instead of the recipe's.
 template <class Recipe>
 struct planned {
   using retain_type = typename Recipe::retain_type;

@@ -59,7 +59,7 @@ struct recipe {
     if constexpr (has_parameters<decltype(placement)>) check_parameters(placement);
   }
 
-  /// The plan of a conversation whose first prompt has `prompt` tokens.
+  /// The plan of a conversation that has taken `prompt` tokens when a turn's prompt ends.
   /// Errors   the first stage's window does not fit the plan: tessera::error.
   stage_plan plan(index_t prompt) const {
     const stage_plan first = retain.plan(prompt);

@@ -85,6 +85,8 @@ struct second_stage_facts {
   static constexpr bool host_only = !runs_on_devices<Scorer, Selector>;
   /// Whether steps, and then prompts too, need the boundaries of their segments.
   static constexpr bool needs_segments = segment_mean_scorer<Scorer>;
+  /// Whether a step adds up queries, or values, beside what it reads.
+  static constexpr bool adds_up = needs_segments || requires { requires Scorer::adds_mean_value; };
   /// Whether `tokens` also pay for an estimate of the keys, in pages: then a step attends half of them.
   static constexpr bool estimates = paged_scorer<Scorer>;
   static constexpr value_range<index_t> budgets =

@@ -89,7 +89,7 @@ struct choosing_stage : first_stage_facts<Scorer, Budget, Selector, Scope> {
     if constexpr (requires { scope.check(); }) scope.check();
   }
 
-  /// The plan of a conversation whose first prompt has `prompt` tokens.
+  /// The plan of a conversation that has taken `prompt` tokens when a turn's prompt ends.
   stage_plan plan(index_t prompt) const {
     const stage_plan result = plan_unchecked(prompt);
     if constexpr (plans)

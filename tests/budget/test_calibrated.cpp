@@ -58,7 +58,8 @@ TEST_CASE("calibrated follows its definition over random shapes") {
   }
 }
 
-TEST_CASE("calibrated without a table keeps exactly its tokens of the first prompt, and the same share of later ones") {
+TEST_CASE(
+    "calibrated without a table keeps exactly its tokens of what it was planned for, and the same share of parts") {
   rng random(1202);
   for (index_t i = 0; i < support::scaled(4'000); ++i) {
     const index_t prompt = random.between(1, 300'000), tokens = random.between(1, max_tokens);

@@ -101,7 +101,7 @@ TEST_CASE("the inner budget allots what is planned") {
   const adaptive inner = budget.planned({.capacity = 100, .retained = 90, .read = 20, .ratio = 2});
   CHECK(inner.tokens == 90);
   CHECK(inner.floor == 0.5f);
-  // A short first prompt: later turns still keep what a step attends.
+  // A short conversation still keeps what a step attends.
   CHECK(budget.planned({.capacity = 10, .retained = 3, .read = 20, .ratio = 1}).tokens == 20);
   const support::owned_scores scores({{1, 2, 3}, {4, 5}});
   rocket unplanned = budget_of(16, 0);

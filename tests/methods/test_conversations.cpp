@@ -166,30 +166,51 @@ TEST_CASE("rocketkv_mt finds in the second turn what rocketkv dropped in the fir
   }
 }
 
-TEST_CASE(
-    "the plan is the first prompt's, whatever comes later, and a new budget is planned for at the next turn's end") {
+TEST_CASE("every turn's end plans for all tokens that the sequence has taken, and for the budget of that moment") {
   rng random(151);
   const tessera::model_shape shape{1, 2, 1};
   const model_data data(random, shape, 600);
   for (const std::string method : {"rocketkv", "rocketkv_mt", "hsa"}) {
+    CAPTURE(method);
+    const auto planned_at_once = [&](index_t budget, index_t tokens) {
+      const auto cache = make_cache({method, budget, {{"max_new", 30}, {"window", 16}}}, shape, one_thread());
+      return cache->plan(with_prompt(*cache, data, tokens));
+    };
+    const auto check = [&](const tessera::stage_plan& got, const tessera::stage_plan& expected) {
+      CHECK(got.capacity == expected.capacity);
+      CHECK(got.retained == expected.retained);
+      CHECK(got.read == expected.read);
+      CHECK(got.ratio == expected.ratio);
+    };
     const auto cache = make_cache({method, 64, {{"max_new", 30}, {"window", 16}}}, shape, one_thread());
     const index_t id = with_prompt(*cache, data, 200);
-    const auto first = cache->plan(id);
-    CHECK(first.read == 32);
+    check(cache->plan(id), planned_at_once(64, 200));
+    CHECK(cache->plan(id).read == 32);
     prefill(*cache, id, data, 200, 250);
     cache->end_prefill(id);
-    CHECK(cache->plan(id).capacity == first.capacity);
-    CHECK(cache->plan(id).retained == first.retained);
-    CHECK(cache->plan(id).ratio == first.ratio);
+    check(cache->plan(id), planned_at_once(64, 450));
     cache->set_budget(128);
     CHECK(cache->plan(id).read == 32);
     decode(*cache, id, data, 450, 1);
+    check(cache->plan(id), planned_at_once(64, 450));
     prefill(*cache, id, data, 451, 50);
     cache->end_prefill(id);
-    CHECK(cache->plan(id).read == 64);
-    CHECK(cache->plan(id).ratio < first.ratio);
+    check(cache->plan(id), planned_at_once(128, 501));
     decode(*cache, id, data, 501, 1);
   }
+}
+
+TEST_CASE("a chat that begins with a short prompt keeps of a long one what the plan for all of its tokens gives") {
+  rng random(152);
+  const tessera::model_shape shape{1, 1, 1};
+  const model_data data(random, shape, 20'010);
+  const auto chat = make_cache({"rocketkv", 1024}, shape, one_thread()),
+             alone = make_cache({"rocketkv", 1024}, shape, one_thread());
+  const index_t id = with_prompt(*chat, data, 10);
+  CHECK(chat->positions(0, id, 0).size() == 10);
+  prefill(*chat, id, data, 10, 20'000);
+  chat->end_prefill(id);
+  CHECK(chat->positions(0, id, 0).size() == alone->positions(0, with_prompt(*alone, data, 20'010), 0).size());
 }
 
 TEST_CASE("a key that is no number does not keep a step from what it would read without it") {

@@ -48,6 +48,8 @@ support::called_caches caches_of(const std::string& method, support::rng& random
                                       {"reduce", 2}})
     chosen.values[word] = random.between(0, choices - 1);
   if (random.chance(0.7)) chosen.values["profile"] = random.between(0, 3);
+  known.filters = traits_of(method).filters;
+  known.by_layer = traits_of(method).by_layer;
   known.segments = traits_of(method).segments;
   known.step_segments = traits_of(method).step_segments;
   known.has_two = traits_of(method).scorer != traits::first::none;

@@ -11,8 +11,8 @@ TESSERA_NAMESPACE_BEGIN
 
 /// Gives every kv_head ceil(B * n) of a turn's n prompt tokens, on top of what it held when the turn began: that stays.
 /// B is the head's entry of a table that was calibrated once (runtime/profile.hpp), as a decimal (math/share.hpp).
-/// Without a table B is the same for all heads, `tokens` of the conversation's first prompt, and is not known before
-/// that prompt's length is.
+/// Without a table B is the same for all heads: `tokens` of all that the conversation has taken when the turn's prompt
+/// ends. It is not known before a prompt was announced or has ended.
 /// Errors   tokens out of range; a table of another model, or with a share outside (0, 1]: tessera::error.
 /// Cost     one multiplication a head; `check` looks at every entry of the table.
 /// Paper    TANGRAM, arXiv:2606.06302, Sec. 4.1. Differs: a head never keeps less than the scorer's window.
@@ -23,7 +23,7 @@ struct calibrated {
 
   index_t tokens = 1024;  ///< counts where there is no table
   share_table shares{};
-  index_t prompt = 0;  ///< tokens of the conversation's first prompt; 0: not known
+  index_t prompt = 0;  ///< tokens that the conversation has taken; 0: not known
 
   /// What a head keeps of `seen` tokens of a turn's prompt.
   TESSERA_HD index_t share_of(index_t layer, index_t head, index_t seen) const {
@@ -49,10 +49,10 @@ struct calibrated {
     return whole;
   }
 
-  /// The same, once the length of the conversation's first prompt is known.
-  calibrated fitted(index_t first_prompt) const {
+  /// The same, for a conversation that has taken so many tokens.
+  calibrated fitted(index_t taken) const {
     calibrated result = *this;
-    result.prompt = first_prompt;
+    result.prompt = taken;
     return result;
   }
   /// The table, for a backend that keeps a copy of it in its own memory.

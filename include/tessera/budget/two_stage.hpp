@@ -40,8 +40,8 @@ struct split_factors {
 /// capacity = S / c^r rounded down, at least min(2 max_new, S); of it max_new is room for the answer and the rest is
 /// what the first stage keeps, allotted to heads by `Inner`. A step attends t / 2 tokens; the other half pays for the
 /// estimate, which may read 1 / ratio of the keys, ratio = max(1, capacity / t).
-/// The plan is made when a conversation's first prompt ends and stays. A later turn keeps at least the t / 2 tokens
-/// that a step attends, so that a conversation that begins with a short prompt is not held to its length.
+/// The plan is made whenever a turn's prompt ends, for all tokens that the conversation has taken until then as the
+/// prompt. A turn keeps at least the t / 2 tokens that a step attends.
 /// Errors   a parameter out of range: tessera::error. Room for the window is checked by the
 ///          recipe, when the prompt's length is known.
 /// Cost     a few operations for each conversation; then that of `Inner`.

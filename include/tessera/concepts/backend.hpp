@@ -72,10 +72,12 @@ concept backend_attending =
 ///   check_chunk(owner, q), begin_prompt(id, queue), expect_chunk(id, tokens)
 ///   end_chunk(owner, policies, reach, reconsidered, queue)     a layer keeps its share of the prompt so far
 ///   append_chunk, attend_chunk, reread              rows of a prompt
-///   end_layer(owner, recipe, tokens, queue), end_prompt(id, recipe, policies, due, reach, queue)
+///   end_layer(owner, recipe, policies, due, reach, queue)       does what needs this layer alone
+///   end_prompt(id, recipe, policies, due, state, queue)
 ///   prepare_step(recipe, step, sequences, queue)    memory for a step in every layer, or in none
 ///   begin_counting(step, sequences), count_layer(layer, step, sequences, queue)   when a step's tokens count
 ///   require_layer(layer, step, sequences, queue), decode                          one layer of a step
+///   require_decoded(layer, step, sequences, queue), attend                        other queries in a layer of a step
 ///   positions, readable, attended, lines, bytes, bytes_read                       answers
 ///   roles()                                         which layers follow the recipe
 ///   upper_bound(recipe, policies, peaks)            upper bound of the memory of a new sequence whose layers store at
@@ -106,25 +108,27 @@ constexpr bool check_backend() {
       }, "tessera: a backend must follow a budget: follow_budget(recipe, queue), follow_plans(sequences, queue)");
   static_assert(
       requires(B& b, sequence_layer owner, const recipe& r, const Policies& policies, const prompt_reach& reach,
-               queue q, index_t n) {
+               const Sequences& known, queue q, index_t n) {
         b.begin_prompt(n, q);
         b.expect_chunk(n, n);
         b.end_chunk(owner, policies, reach, n, q);
-        b.end_layer(owner, r, n, q);
-        b.end_prompt(n, r, policies, true, reach, q);
+        b.end_layer(owner, r, policies, true, reach, q);
+        b.end_prompt(n, r, policies, true, known.sequence(n), q);
       },
       "tessera: a backend must carry a prompt: begin_prompt(id, queue), expect_chunk(id, tokens), end_chunk(owner, "
-      "policies, reach, reconsidered, queue), end_layer(owner, recipe, tokens, queue), end_prompt(id, recipe, "
-      "policies, due, reach, queue)");
+      "policies, reach, reconsidered, queue), end_layer(owner, recipe, policies, due, reach, queue), end_prompt(id, "
+      "recipe, policies, due, state, queue)");
   static_assert(
       requires(B& b, const recipe& r, const Step& step, Sequences& known, queue q, index_t layer) {
         b.prepare_step(r, step, known, q);
         b.begin_counting(step, known);
         b.require_layer(layer, step, known, q);
+        b.require_decoded(layer, step, known, q);
         b.count_layer(layer, step, known, q);
       },
       "tessera: a backend must carry a step: prepare_step(recipe, step, sequences, queue), begin_counting(step, "
-      "sequences), require_layer(layer, step, sequences, queue), count_layer(layer, step, sequences, queue)");
+      "sequences), require_layer(layer, step, sequences, queue), require_decoded(layer, step, sequences, queue), "
+      "count_layer(layer, step, sequences, queue)");
   static_assert(
       requires(const B& b, sequence_layer owner, const Sequences& known, index_t n) {
         { b.positions(owner, n) } -> std::same_as<host_vector<index_t>>;

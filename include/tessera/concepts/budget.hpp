@@ -43,8 +43,8 @@ concept host_budget = requires(const B b, const layer_scores& scores, index_t* c
 ///   upper_bound(layer_extent) -> token_bound    upper bounds of the tokens that it gives, on the host; else: all
 ///                                               stored ones
 ///   check_model(layers, kv_heads)               throws tessera::error for a model of other counts
-///   fitted(prompt) -> budget                    the budget for a first prompt of `prompt` tokens: made once for a
-///                                               conversation
+///   fitted(prompt) -> budget                    the budget of a conversation that has taken `prompt` tokens: made
+///                                               whenever a turn's prompt ends
 ///   table() -> share_table&                     numbers by layer and kv_head in the caller's memory: devices copy them
 ///   even_heads                                  true: heads of equal length keep equally many, exactly `upper_bound`;
 ///                                               else: false
@@ -56,8 +56,8 @@ concept budget = (length_budget<B> || winners_budget<B> || host_budget<B>) && re
   b.check();
 };
 
-/// A budget that is split over both stages once the length of the first prompt is known.
-///   plan(prompt) -> stage_plan     prompt: tokens of the conversation's first prompt
+/// A budget that is split over both stages whenever a turn's prompt ends.
+///   plan(prompt) -> stage_plan     prompt: tokens that the conversation has taken until then
 ///   require_room(plan, window)     throws tessera::error where a first stage's window does not fit the plan
 ///   planned(plan)                  the budget that allots the plan's `retained` tokens
 template <class B>
@@ -69,7 +69,7 @@ concept planning_budget = budget<B> && requires(const B b, index_t prompt, const
 
 /// A budget that gives each head a share of a turn's new tokens. The head's tokens of earlier turns come on top. In a
 /// first stage that drops tokens, chosen ones stay (core/prompt/prompt_reach.hpp).
-///   fitted(prompt)      the budget for a first prompt of `prompt` tokens
+///   fitted(prompt)      the budget of a conversation that has taken `prompt` tokens
 ///   knows_shares()      whether it can say how many tokens a head keeps of a part of a prompt
 /// It may also say
 ///   check_model(layers, kv_heads)   throws tessera::error if it was made for another model

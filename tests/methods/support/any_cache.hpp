@@ -61,6 +61,7 @@ struct traits {
   share budget = share::uniform;
   second reads = second::none;
   bool blocks = false, each_step = false, filters = false, plans = false;
+  bool by_layer = false;                         // a layer chooses when its prompt ends
   bool before_step = false;                      // makes room before a step reads
   bool pages = false;                            // reads whole pages, whatever `unit` says
   bool rounds = false;                           // rows are stored rounded: equal keys may get different scores

@@ -101,6 +101,7 @@ traits describe() {
   found.step_segments = Recipe::needs_step_segments;
   found.rounds = tessera::packing_layout<typename Recipe::layout_type>;
   found.filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
+  found.by_layer = tessera::chooses_by_layer<Recipe>;
   found.each_step = std::is_same_v<typename Recipe::schedule_type, tessera::each_step>;
   found.before_step = std::is_same_v<typename Recipe::schedule_type, tessera::before_each_step>;
   if (!found.each_step && !found.before_step && !std::is_same_v<typename Recipe::schedule_type, tessera::once>)

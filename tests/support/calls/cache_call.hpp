@@ -15,7 +15,9 @@ struct called_method {
   bool has_two = false;        ///< a budget of its own for what stays: `set_budget` leaves what a step reads alone
   bool exact = false;          ///< steps read by exact scores
   bool accumulates = false;    ///< every query is scored when it comes
+  bool filters = false;        ///< steps read a choice that is made when a prompt ends
   index_t read = 0;            ///< what a step of exact retrieval may read
+  bool by_layer = false;       ///< a layer chooses when its prompt ends
   bool segments = false;       ///< prompts come with the boundaries of segments
   bool step_segments = false;  ///< and steps
 };
@@ -49,6 +51,8 @@ struct wanted_output {
 enum class cache_verb {
   open,
   fork,
+  truncate,
+  detour,
   close,
   reserve,
   prefill,
@@ -71,7 +75,8 @@ struct cache_call {
   using boundary_fault = called_cache::boundary_fault;
 
   cache_verb verb = cache_verb::open;
-  index_t layer = 0, id = 0, head = 0, tokens = 0, first = 0;
+  index_t layer = 0, id = 0, head = 0, tokens = 0;
+  index_t first = 0;        ///< of truncate: the position; of detour: its steps, 0: a chunk of a prompt
   int step = 0;             ///< of prepare_step: its number, from 1; of what follows it: whose step; 0: nobody's
   bool is_altered = false;  ///< of begin_step and decode: the step's sequences are `ids`, its tokens `tokens`
   std::vector<index_t> ids{};

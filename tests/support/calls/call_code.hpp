@@ -32,6 +32,13 @@ class call_code {
       case cache_verb::fork:
         text << "cache->fork(" << call.id << ");";
         break;
+      case cache_verb::truncate:
+        text << "cache->truncate(" << call.id << ", " << call.first << ");";
+        break;
+      case cache_verb::detour:
+        text << "// of " << listed(call.ids) << ", taken back: " << call.first << " steps (0: a chunk) with "
+             << rows(call.q) << ", " << rows(call.k) << ", " << rows(call.v);
+        break;
       case cache_verb::close:
         text << "cache->close(" << call.id << ");";
         break;

@@ -30,6 +30,8 @@ class called_cache {
   virtual std::unique_ptr<called_cache> copy() const = 0;
   virtual index_t open() = 0;
   virtual index_t fork(index_t id) = 0;
+  virtual void truncate(index_t id, index_t position) = 0;
+  virtual index_t settled(index_t id) const = 0;
   virtual void close(index_t id) = 0;
   virtual void reserve(index_t id, index_t tokens) = 0;
   virtual void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) = 0;
@@ -42,6 +44,8 @@ class called_cache {
   virtual void begin_step(const tessera::batch& step) = 0;
   virtual void decode(index_t layer, const tessera::batch& step, const rows& q, const rows& k, const rows& v,
                       const results& out, const results& lse) = 0;
+  virtual void attend(index_t layer, const tessera::batch& step, const rows& q, const results& out,
+                      const results& lse) = 0;
   virtual void set_budget(index_t tokens) = 0;
   virtual index_t next_position(index_t id) const = 0;
   virtual std::vector<index_t> positions(index_t layer, index_t id, index_t head) const = 0;
@@ -127,6 +131,8 @@ class cpu_calls : public Interface {
   explicit cpu_calls(tessera::cache<Recipe> held) : held_(std::move(held)) {}
   index_t open() override { return held_.open(); }
   index_t fork(index_t id) override { return held_.fork(id); }
+  void truncate(index_t id, index_t position) override { held_.truncate(id, position); }
+  index_t settled(index_t id) const override { return held_.settled(id); }
   void close(index_t id) override { held_.close(id); }
   void reserve(index_t, index_t) override {}
   void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) override {
@@ -149,6 +155,10 @@ class cpu_calls : public Interface {
   void decode(index_t layer, const tessera::batch& step, const rows& q, const rows& k, const rows& v,
               const results& out, const results& lse) override {
     held_.decode(layer, step, q, k, v, out, lse);
+  }
+  void attend(index_t layer, const tessera::batch& step, const rows& q, const results& out,
+              const results& lse) override {
+    held_.attend(layer, step, q, out, lse);
   }
   void set_budget(index_t tokens) override { held_.set_budget(tokens); }
   index_t next_position(index_t id) const override { return held_.next_position(id); }

@@ -1,6 +1,7 @@
 // A cache whose calls are checked against a model of what it promises: any list of them can be made, in any order.
 #pragma once
 
+#include <array>
 #include <map>
 
 #include "prompt_calls.hpp"
@@ -43,6 +44,10 @@ class checked_calls : public prompt_calls {
         return open();
       case cache_verb::fork:
         return fork(call.id);
+      case cache_verb::truncate:
+        return truncate(call.id, call.first);
+      case cache_verb::detour:
+        return detour(call);
       case cache_verb::close:
         return close(call.id);
       case cache_verb::reserve:
@@ -96,7 +101,7 @@ class checked_calls : public prompt_calls {
     }
     if (call.verb != cache_verb::decode) return true;
     if (limits_.on_device && call.layer > step_.next_layer) return false;
-    const tessera::batch now = step_of(call);
+    const tessera::batch now = step_of(call, 0);
     return std::all_of(now.ids.begin(), now.ids.end(), [&](index_t id) {
       const sequence* held = known(id);
       return !held || *std::max_element(held->next.begin(), held->next.end()) <= 130;
@@ -111,23 +116,24 @@ class checked_calls : public prompt_calls {
     bool fits = true;
     for (const index_t id : call.ids) {
       const sequence* held = known(id);
-      allowed = allowed && held && std::count(call.ids.begin(), call.ids.end(), id) == 1 && !held->is_between_layers;
+      allowed = allowed && held && std::count(call.ids.begin(), call.ids.end(), id) == 1 && !held->is_between_layers &&
+                !held->is_cut;
       for (index_t layer = 0; allowed && layer < shape_.layers; ++layer)
         allowed = held->turn[std::size_t(layer)] == 0 && held->next[std::size_t(layer)] == held->next[0];
       fits = fits && allowed && surely_fits(*held, call.tokens);
     }
     allowed = allowed && call.fault == called_cache::boundary_fault::none;
     const std::optional<bool> expected = allowed && !fits ? std::nullopt : std::optional<bool>(allowed);
-    tessera::batch made;
+    prepared_step made;
     if (!apply(expected, [&](called_cache& cache) {
           cache.fault = call.fault;
-          made = cache.prepare_step(call.ids, call.tokens);
+          made[std::size_t(turn_)] = cache.prepare_step(call.ids, call.tokens);
         }))
       return false;
-    must(made.ids == call.ids && made.tokens == call.tokens,
+    must(made[0].ids == call.ids && made[0].tokens == call.tokens,
          "a step is of the sequences and tokens that were asked for");
     steps_[call.step] = made;
-    step_ = step{made, false, false, false, 0};
+    step_ = step{made[0], false, false, false, 0};
     for (const index_t id : call.ids) {
       sequence& held = *changed(id);
       held.step_tokens = call.tokens;
@@ -139,16 +145,16 @@ class checked_calls : public prompt_calls {
   }
 
   bool begin(const cache_call& call) {
-    const tessera::batch now = step_of(call);
     const bool allowed = !limits_.on_device || (!call.is_altered && !step_.has_begun);
-    if (!apply(allowed, [&](called_cache& cache) { cache.begin_step(now); })) return false;
+    if (!apply(allowed, [&](called_cache& cache) { cache.begin_step(step_of(call, turn_)); })) return false;
     step_.has_begun = true;
     return true;
   }
 
-  tessera::batch step_of(const cache_call& call) const {
+  /// A step as the cache, its twin or the reference has prepared it.
+  tessera::batch step_of(const cache_call& call, int turn) const {
     const auto prepared = steps_.find(call.step);
-    tessera::batch now = prepared == steps_.end() ? tessera::batch{} : prepared->second;
+    tessera::batch now = prepared == steps_.end() ? tessera::batch{} : prepared->second[std::size_t(turn)];
     if (!call.is_altered) return now;
     now.ids = call.ids;
     now.tokens = call.tokens;
@@ -173,17 +179,18 @@ class checked_calls : public prompt_calls {
   }
 
   bool decode(const cache_call& call) {
-    const tessera::batch now = step_of(call);
+    const tessera::batch now = step_of(call, 0);
     const index_t tokens = call.q.tokens;
     const bool right = !call.is_wrong && tokens == call.k.tokens && call.q.sequences == now.sequences();
     const std::optional<bool> expected =
         right && is_aligned(call.q) && tokens >= 1 ? expected_of(call.layer, now, tokens) : false;
     if (!apply(expected, [&](called_cache& cache) {
           const auto [out, lse] = take(call.wanted);
-          cache.decode(call.layer, now, call.q, call.k, call.v, out, lse);
+          cache.decode(call.layer, step_of(call, turn_), call.q, call.k, call.v, out, lse);
         }))
       return false;
     if (same(now, step_.now)) step_.next_layer = call.layer + 1;
+    if (call.layer % 2 == 0 && !now.evicts_last) attend_alike(call);
     for (const index_t id : now.ids) {
       sequence& held = *changed(id);
       if (limits_.on_device) {
@@ -201,11 +208,78 @@ class checked_calls : public prompt_calls {
     return true;
   }
 
+  /// Steps, or a chunk of a prompt, that only the cache makes, and takes back. From then on its twin must still go on
+  /// alike, to the bit.
+  bool detour(const cache_call& call) {
+    const index_t tokens = call.q.tokens;
+    bool possible = !call.ids.empty() && call.q.sequences == index_t(call.ids.size()) && !is_under_way() && tokens >= 1;
+    possible = possible && (call.first > 0 ? tokens <= limits_.step_tokens && (!method_.exact || method_.read >= tokens)
+                                           : call.ids.size() == 1);
+    for (const index_t id : call.ids) {
+      const sequence* held = known(id);
+      possible = possible && held && held->is_between_turns() && !held->is_cut && held->next[0] <= 90 &&
+                 std::count(call.ids.begin(), call.ids.end(), id) == 1;
+      possible = possible && (call.first > 0 || !method_.filters);
+    }
+    if (!possible) return false;
+    auto gone = cache_->copy();
+    turn_ = 0;
+    try {  // there may be no room
+      for (index_t made = 0; made < std::max(1, call.first); ++made) {
+        call.first > 0 ? pass_step(*gone, call) : pass_chunk(*gone, call);
+      }
+    } catch (const tessera::error&) {
+      return false;
+    }
+    for (const index_t id : call.ids) {
+      if (gone->settled(id) > known(id)->next[0]) return false;
+    }
+    for (const index_t id : call.ids) gone->truncate(id, known(id)->next[0]);
+    cache_ = std::move(gone);
+    has_detoured_ = true;
+    return true;
+  }
+  void pass_step(called_cache& cache, const cache_call& call) {
+    const tessera::batch now = cache.prepare_step(call.ids, call.q.tokens);
+    cache.begin_step(now);
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      const auto [out, lse] = take(call.wanted);
+      cache.decode(layer, now, call.q, call.k, call.v, out, lse);
+    }
+  }
+  void pass_chunk(called_cache& cache, const cache_call& call) {
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      const auto [out, lse] = take(call.wanted);
+      cache.prefill(layer, call.ids[0], call.q, call.k, call.v);
+      cache.prefill_attention(layer, call.ids[0], call.q, out, lse);
+    }
+  }
+
+  /// The queries of a layer that was decoded give its outputs once more, which only the cache is asked for: from then on
+  /// its twin must still go on alike, to the bit.
+  void attend_alike(const cache_call& call) {
+    std::vector<float> out, lse;
+    const std::string said = compared_caches::outcome(*cache_, [&](called_cache& cache) {
+      const auto [to, sums] = written(call.wanted, out, lse);
+      cache.attend(call.layer, step_of(call, 0), call.q, to, sums);
+    });
+    if (said.find("one whose steps only read") != std::string::npos) return;
+    must(said.empty(), "a layer that was decoded can be attended", said);
+    for (const index_t id : step_of(call, 0).ids) {
+      if (cache_->settled(id) == cache_->next_position(id)) return;  // the step has dropped, or packed, what it read
+    }
+    must(same_bits(out, outputs_[0].out), "queries of a step that are attended twice give the same bits");
+    must(same_bits(lse, outputs_[0].lse), "and the same log-sum-exps");
+  }
+
   // --- the rest ------------------------------------------------------------------------------------------------------
 
   bool set_budget(index_t tokens) {
     std::optional<bool> allowed;  // window, sinks and the like have a say
     if (method_.has_budget && (tokens < 1 || tokens > 1 << 24)) allowed = false;
+    for (const auto& held : model_) {
+      if (held && method_.by_layer && has_ended_layers(*held)) allowed = false;
+    }
     if (!apply(allowed, [&](called_cache& cache) { cache.set_budget(tokens); })) return false;
     if (!method_.has_two) method_.read = tokens;
     step_.is_disturbed = true;
@@ -233,19 +307,23 @@ class checked_calls : public prompt_calls {
             }
           }
           const tessera::stage_plan plan = cache.plan(call.id);
-          seen[turn_].insert(seen[turn_].end(), {plan.capacity, plan.retained, plan.read, offset_t(plan.ratio * 4096),
-                                                 cache.bytes(call.id), cache.bytes_read(call.id)});
+          seen[turn_].insert(seen[turn_].end(), {plan.capacity, plan.retained, plan.read, offset_t(plan.ratio * 4096)});
+          // A detour leaves memory behind, and the bytes of its last step.
+          const offset_t bytes = cache.bytes(call.id), bytes_read = cache.bytes_read(call.id);
+          if (!has_detoured_) seen[turn_].insert(seen[turn_].end(), {bytes, bytes_read});
           const index_t next = cache.next_position(call.id);
           must(next == held->next[0], "the next position follows the tokens so far", "got ", next, ", expected ",
                held->next[0]);
         }))
       return false;
+    if (has_ended_layers(*held)) return true;  // a twin chooses when the prompt ends
     must(seen[0] == seen[1], "a twin stores what the cache stores",
          "by head: positions, readable; plan; bytes: ", listed(seen[0]), ", of the twin ", listed(seen[1]));
     return true;
   }
 
-  std::map<int, tessera::batch> steps_;  // that were prepared, by the number of the call
+  using prepared_step = std::array<tessera::batch, 3>;
+  std::map<int, prepared_step> steps_;  // that were prepared, by the number of the call
 };
 
 }  // namespace support

@@ -56,7 +56,8 @@ class compared_caches {
     if (allowed && *allowed) must(said.empty(), "what the contract allows is not refused", said);
     if (allowed && !*allowed) must(!said.empty(), "what the contract forbids is refused");
     if (!said.empty()) {
-      if (!allowed) must(outcome(*twin_->copy(), made) == said, "a twin refuses what the cache refuses", said);
+      turn_ = 1;
+      if (!allowed) must(!outcome(*twin_->copy(), made).empty(), "a twin refuses what the cache refuses", said);
       return false;
     }
     turn_ = 1;
@@ -68,8 +69,11 @@ class compared_caches {
 
   /// Outputs for whoever's turn it is.
   std::pair<called_cache::results, called_cache::results> take(const wanted_output& wanted) {
-    output& here = outputs_[turn_];
-    return {written(wanted, wanted.out, here.out, cache_call::dim), written(wanted, wanted.lse, here.lse, 1)};
+    return written(wanted, outputs_[turn_].out, outputs_[turn_].lse);
+  }
+  std::pair<called_cache::results, called_cache::results> written(const wanted_output& wanted, std::vector<float>& out,
+                                                                  std::vector<float>& lse) const {
+    return {written(wanted, wanted.out, out, cache_call::dim), written(wanted, wanted.lse, lse, 1)};
   }
 
   void compare_outputs() {
@@ -127,11 +131,12 @@ class compared_caches {
   called_limits limits_;
   std::unique_ptr<called_cache> cache_, twin_, reference_;
   int turn_ = 0;  // whose call it is: the cache's, the twin's, the reference's
-
- private:
   struct output {
     std::vector<float> out, lse;
   };
+  output outputs_[3];
+
+ private:
   called_cache::results written(const wanted_output& wanted, called_cache::results shape, std::vector<float>& to,
                                 index_t width) const {
     to.assign(std::size_t(std::max(0, wanted.tokens) * shape_.q_heads * width * std::max(0, wanted.sequences)) + 1,
@@ -141,7 +146,6 @@ class compared_caches {
   }
 
   agreement* seen_;
-  output outputs_[3];
 };
 
 }  // namespace support

@@ -17,6 +17,17 @@ class prompt_calls : public compared_caches {
     index_t announced = 0;            // tokens of the turn's prompt; 0: nobody has said
     bool is_between_layers = false;   // of a step, on a device
     bool has_prepared = false;        // a step that layer 0 has not decoded, elsewhere
+    index_t answer = 0;               // the position behind the last prompt
+    bool is_cut = false;              // before that position
+    bool is_even() const {
+      const auto alike = [](const std::vector<index_t>& of) {
+        return std::count(of.begin(), of.end(), of.front()) == index_t(of.size());
+      };
+      return alike(next) && alike(turn);
+    }
+    bool is_between_turns() const {
+      return is_even() && turn[0] == 0 && announced == 0 && !is_between_layers && !has_prepared;
+    }
   };
   /// And of the step that was prepared last.
   struct step {
@@ -72,14 +83,8 @@ class prompt_calls : public compared_caches {
   bool fork(index_t id) {
     const sequence* held = known(id);
     const index_t free = free_id();
-    const auto is_even = [&](const std::vector<index_t>& of) {
-      return std::count(of.begin(), of.end(), of.front()) == index_t(of.size());
-    };
-    const bool between_turns = held && !held->is_between_layers && !held->has_prepared && held->announced == 0 &&
-                               is_even(held->next) &&
-                               std::count(held->turn.begin(), held->turn.end(), 0) == shape_.layers;
     std::optional<bool> allowed =
-        between_turns && !is_under_way() && (limits_.sequences == 0 || free < limits_.sequences);
+        held && held->is_between_turns() && !is_under_way() && (limits_.sequences == 0 || free < limits_.sequences);
     if (*allowed && !surely_fits(*held, 0)) allowed.reset();
     if (!apply(allowed, [&](called_cache& cache) {
           const index_t forked = cache.fork(id);
@@ -90,6 +95,35 @@ class prompt_calls : public compared_caches {
     copy.step_tokens = 0;
     entry(free) = std::move(copy);
     return true;
+  }
+
+  // `settled` is the cache's own word; what a detour leaves behind says whether it is true.
+  bool truncate(index_t id, index_t position) {
+    sequence* held = changed(id);
+    std::optional<bool> allowed = held && !held->is_between_layers && held->is_even();
+    if (*allowed) {
+      const index_t settled = cache_->settled(id), next = held->next[0], began = next - held->turn[0];
+      must(settled >= 0 && settled <= next, "a settled position is one of the sequence's", settled, " of ", next);
+      if (!has_ended_layers(*held))
+        must(settled == twin_->settled(id), "a twin has settled what the cache has", settled);
+      allowed = position >= settled && position <= next && (position >= began || began == next);
+      // Of a prompt that is being written all tokens, or some if its queries are not observed.
+      if (*allowed && position > began && position < next) allowed.reset();
+      if (allowed.value_or(true) && reference_ && reference_->settled(id) > position) reference_.reset();
+    }
+    if (!apply(allowed, [&](called_cache& cache) { cache.truncate(id, position); })) return false;
+    take_back(*held, position);
+    return true;
+  }
+  void take_back(sequence& held, index_t position) const {
+    const index_t tokens = held.next[0] - position, of_prompt = held.turn[0];
+    if (tokens == 0) return;
+    held.is_cut = held.is_cut || (of_prompt > 0 ? method_.filters : position < held.answer);
+    for (index_t& next : held.next) next -= tokens;
+    for (index_t& turn : held.turn) turn -= of_prompt > 0 ? tokens : 0;
+    if (of_prompt > 0 && held.turn[0] == 0) held.announced = 0;
+    held.step_tokens = 0;
+    held.has_prepared = false;
   }
 
   bool close(index_t id) {
@@ -153,8 +187,14 @@ class prompt_calls : public compared_caches {
     const index_t turn = held && is_layer(layer) ? held->turn[std::size_t(layer)] : 0;
     const bool allowed =
         turn >= 1 && !is_under_way() && !has_ended(*held, layer) && (held->announced == 0 || held->announced == turn);
-    if (!apply(allowed, [&](called_cache& cache) { cache.end_layer(layer, id); })) return false;
+    // The call changes no output: a twin goes without it, but for pools where it frees the room that a twin needs.
+    const auto call = [&](called_cache& cache) {
+      if (turn_ != 1 || limits_.is_tight) cache.end_layer(layer, id);
+    };
+    if (!allowed ? !apply(false, [&](called_cache& cache) { cache.end_layer(layer, id); }) : !apply(true, call))
+      return false;
     held->ended[std::size_t(layer)] = true;
+    has_detoured_ = true;
     return true;
   }
   /// On a device: a step that has begun.
@@ -162,6 +202,9 @@ class prompt_calls : public compared_caches {
     return limits_.on_device && step_.has_begun && !step_.is_stale && step_.next_layer < shape_.layers;
   }
   static bool has_ended(const sequence& held, index_t layer) { return held.ended[std::size_t(layer)]; }
+  static bool has_ended_layers(const sequence& held) {
+    return std::count(held.ended.begin(), held.ended.end(), true) > 0;
+  }
 
   bool end_prompt(index_t id) {
     sequence* held = changed(id);
@@ -174,7 +217,8 @@ class prompt_calls : public compared_caches {
     std::fill(held->turn.begin(), held->turn.end(), 0);
     held->ended.assign(held->ended.size(), false);
     held->step_tokens = held->announced = 0;
-    held->has_prepared = false;
+    held->has_prepared = held->is_cut = false;
+    held->answer = held->next[0];
     compare_stored(id);
     return true;
   }
@@ -207,6 +251,7 @@ class prompt_calls : public compared_caches {
   called_method method_;
   std::vector<std::optional<sequence>> model_;
   step step_;
+  bool has_detoured_ = false;  // the cache alone made calls that change nothing but memory
 
  private:
   index_t free_id() const { return index_t(std::find(model_.begin(), model_.end(), std::nullopt) - model_.begin()); }

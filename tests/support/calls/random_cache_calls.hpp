@@ -20,7 +20,7 @@ class random_cache_calls : public call_arguments {
   const std::vector<cache_call>& made() const { return made_; }
 
   void call() {
-    switch (random_.between(0, limits_.on_device ? 12 : 15)) {
+    switch (random_.between(0, limits_.on_device ? 15 : 18)) {
       case 0:
         return random_.chance(0.4) ? fork() : open();
       case 1:
@@ -43,11 +43,16 @@ class random_cache_calls : public call_arguments {
         return decode_somewhere();
       case 11:
         return reserve();
+      case 12:
+        return truncate();
       case 13:
-        return announced_prompt();
       case 14:
+        return detour();
+      case 16:
+        return announced_prompt();
+      case 17:
         return announce_somewhere();
-      case 15:
+      case 18:
         return read_again(some_id());
       default:
         return random_.chance(limits_.on_device ? 0.9 : 0.7) ? look() : change();
@@ -95,6 +100,30 @@ class random_cache_calls : public call_arguments {
     // Mostly those that have grown long, or that no order of calls can bring to an end any more.
     if (held && held->next[0] < 60 && random_.chance(held->is_between_layers ? 0.2 : 0.8)) return;
     make(cache_verb::close, 0, id);
+  }
+  void truncate() {
+    cache_call call;
+    call.verb = cache_verb::truncate;
+    call.id = some_id();
+    const auto* held = cache_.known(call.id);
+    const index_t next = held ? held->next[0] : 9;
+    call.first = random_.chance(0.8) ? std::max(0, next - random_.between(0, 9)) : random_.between(-1, next + 1);
+    if (held && held->turn[0] > 0 && random_.chance(0.5)) call.first = next - held->turn[0];
+    make(std::move(call));
+  }
+  void detour() {
+    cache_call call;
+    call.verb = cache_verb::detour;
+    call.ids = some_ids();
+    call.first = random_.between(0, 3);
+    if (call.first == 0) call.ids.resize(1, 0);
+    const index_t tokens = random_.chance(0.5) ? 1 : random_.between(1, 8), sequences = index_t(call.ids.size());
+    call.q = rows(tokens, shape_.q_heads, sequences);
+    call.k = rows(tokens, shape_.kv_heads, sequences);
+    call.v = rows(tokens, shape_.kv_heads, sequences);
+    if (!cache_.is_aligned(call.q)) call.q.data -= (call.q.data - call_inputs(true).data()) % 8;
+    call.wanted = some_output(tokens, sequences, 0, call.is_wrong);
+    make(std::move(call));
   }
   void reserve() {
     const index_t id = some_id(),
@@ -278,7 +307,9 @@ class random_cache_calls : public call_arguments {
   }
 
   void between_layers() {
-    switch (random_.between(0, 5)) {
+    switch (random_.between(0, 6)) {
+      case 6:
+        return truncate();
       case 0:
         return prefill_somewhere();
       case 1:

@@ -7,6 +7,7 @@
 #include "../../core/error.hpp"
 #include "../../core/host/host_vector.hpp"
 #include "../../runtime/prompt_pages.hpp"
+#include "../../runtime/turn/truncation.hpp"
 #include "cache/detail/prompt_turn.hpp"
 #include "cache/detail/step_order.hpp"
 #include "cache/detail/step_turn.hpp"
@@ -73,6 +74,29 @@ class backend {
       throw;
     }
   }
+  /// The smallest position that a sequence with `next` tokens can go back to, as far as its rows and its index decide
+  /// it.
+  index_t settled(index_t id, index_t next) const {
+    index_t settled = parts_.read_stage.settled(next);
+    for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
+      const sequence_layer owner{layer, id};
+      settled = (std::max)(settled, parts_.roles.slides(layer) ? settled_of_window(next, parts_.store.longest(owner),
+                                                                                   parts_.roles.window(layer))
+                                                               : parts_.store.settled(owner, next));
+    }
+    return settled;
+  }
+  void check_truncation(index_t) const {}
+  /// Takes back a sequence's newest tokens. Needs no memory.
+  void truncate(index_t id, const truncation& plan, const planned<Recipe>&, queue) {
+    for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
+      const sequence_layer owner{layer, id};
+      parts_.store.truncate(owner, plan.position);
+      if (plan.is_of_prompt) parts_.store.forget_prompt(owner), parts_.first.observer().forget(owner);
+      parts_.read_stage.truncate(owner, parts_.store, plan.ends_lists);
+    }
+    parts_.store.expect(id, 0);
+  }
   void follow_budget(const Recipe&, queue) {}
   void follow_plans(const conversations<Recipe>&, queue) {}
 
@@ -116,10 +140,13 @@ class backend {
               const rows_view<float>& out, queue) {
     prompts().reread(owner, policies, part, q, k, v, {out, {}});
   }
-  void end_layer(sequence_layer owner, const Recipe& recipe, index_t, queue) { prompts().end_layer(owner, recipe); }
+  void end_layer(sequence_layer owner, const Recipe& recipe, const planned<Recipe>& policies, bool due,
+                 const prompt_reach& reach, queue) {
+    prompts().end_layer(owner, recipe, policies, due, reach);
+  }
   void end_prompt(index_t id, const Recipe& recipe, const planned<Recipe>& policies, bool due,
-                  const prompt_reach& reach, queue) {
-    prompts().end(id, recipe, policies, due, reach);
+                  const sequence_state<Recipe>& state, queue) {
+    prompts().end(id, recipe, policies, due, state);
   }
 
   // --- steps ---------------------------------------------------------------------------------------------------------
@@ -134,6 +161,14 @@ class backend {
               const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
               const rows_view<float>& out, const rows_view<float>& lse, queue) {
     steps().decode(layer, recipe, step, known, q, k, v, {out, lse});
+  }
+  void require_decoded(index_t layer, const batch& step, const conversations<Recipe>& known, queue) const {
+    order_.require_decoded(layer, step, known);
+  }
+  template <class E>
+  void attend(index_t layer, const Recipe&, const batch& step, const conversations<Recipe>& known,
+              const rows_view<const E>& q, const rows_view<float>& out, const rows_view<float>& lse, queue) {
+    steps().attend(layer, step, known, q, {out, lse});
   }
   void count_layer(index_t layer, const batch& step, conversations<Recipe>& known, queue) {
     order_.decoded(layer, step, known);

@@ -7,6 +7,7 @@
 
 #include "../../core/host/host_vector.hpp"
 #include "../../runtime/prompt_pages.hpp"
+#include "../../runtime/turn/truncation.hpp"
 #include "cache/detail/prompt_turn.cuh"
 #include "cache/detail/step_bytes.cuh"
 #include "cache/detail/step_turn.cuh"
@@ -87,6 +88,41 @@ class backend {
       clear(to, stream);
       throw;
     }
+  }
+
+  /// The smallest position that a sequence with `next` tokens can go back to, as far as its rows and its index decide
+  /// it.
+  index_t settled(index_t id, index_t next) const {
+    index_t settled = parts_.read_stage.settled(next);
+    for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
+      const sequence_layer owner{layer, id};
+      settled = (std::max)(settled,
+                           parts_.roles.slides(layer)
+                               ? settled_of_window(next, parts_.store.bound(owner).longest, parts_.roles.window(layer))
+                               : parts_.store.settled(owner, next));
+    }
+    return settled;
+  }
+  /// Errors   the sequence's step has layers left.
+  void check_truncation(index_t id) const { parts_.order.require_finished(id); }
+  /// Takes back a sequence's newest tokens.
+  void truncate(index_t id, const truncation& plan, const planned<Recipe>&, cudaStream_t stream) {
+    for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
+      const sequence_layer owner{layer, id};
+      index_t* lengths = parts_.store.lengths(owner);
+      add_number(lengths, lengths, -plan.tokens, parts_.shape.kv_heads, stream);
+      parts_.store.drop_newest(owner, plan.tokens);
+      if (plan.is_of_prompt) {
+        parts_.store.forget_prompt(owner);
+        parts_.first.observer().forget(owner);
+        if (plan.ends_lists) parts_.read_stage.candidates().end_lists(owner, stream);
+      } else if (parts_.roles.follows_recipe(layer)) {
+        parts_.read_stage.truncate(owner, parts_.store, plan.tokens, plan.ends_lists, stream);
+      }
+      parts_.attended[owner].clear();
+    }
+    set_number(parts_.next.data() + id, plan.position, stream);
+    parts_.store.expect(id, 0);
   }
 
   /// Adopts another budget, after everything that may fail has been made. Allocates; synchronises. Errors: a prepared
@@ -172,12 +208,13 @@ class backend {
     check_element<E>();
     prompts().reread(owner, policies, part, q, k, v, out, stream);
   }
-  void end_layer(sequence_layer owner, const Recipe& recipe, index_t tokens, cudaStream_t stream) {
-    prompts().end_layer(owner, recipe, tokens, stream);
+  void end_layer(sequence_layer owner, const Recipe& recipe, const planned<Recipe>& policies, bool due,
+                 const prompt_reach& reach, cudaStream_t stream) {
+    prompts().end_layer(owner, recipe, policies, due, reach, stream);
   }
-  void end_prompt(index_t id, const Recipe&, const planned<Recipe>& policies, bool due, const prompt_reach& reach,
-                  cudaStream_t stream) {
-    prompts().end(id, policies, due, reach, stream);
+  void end_prompt(index_t id, const Recipe&, const planned<Recipe>& policies, bool due,
+                  const sequence_state<Recipe>& state, cudaStream_t stream) {
+    prompts().end(id, policies, due, state, stream);
   }
 
   // --- steps ---------------------------------------------------------------------------------------------------------
@@ -197,6 +234,17 @@ class backend {
     check_element<E>();
     require_rows_on_16_bytes("q", q);  // before the rows are appended: attention would refuse it behind them
     steps().decode(layer, recipe, step, known.sequence(step.ids.front()).policies, q, k, v, out, lse, stream);
+  }
+  void require_decoded(index_t layer, const batch& step, const conversations<Recipe>&, cudaStream_t stream) const {
+    parts_.order.require_decoded(layer, step, stream);
+  }
+  template <class E>
+  void attend(index_t layer, const Recipe& recipe, const batch& step, const conversations<Recipe>&,
+              const rows_view<const E>& q, const rows_view<Out>& out, const rows_view<float>& lse,
+              cudaStream_t stream) {
+    check_element<E>();
+    require_rows_on_16_bytes("q", q);
+    steps().attend(layer, recipe, step, q, out, lse, stream);
   }
   void count_layer(index_t layer, const batch&, const conversations<Recipe>&, cudaStream_t stream) {
     parts_.order.decoded(layer, stream);
@@ -220,14 +268,14 @@ class backend {
   void trace_lines(bool on) { parts_.prompts.trace(on); }
   const prompt_lines& lines(sequence_layer owner) const { return parts_.prompts.lines(owner); }
 
-  /// Bytes of rows, positions, scores, candidates, stored queries and, once the first prompt has ended, the index.
+  /// Bytes of rows, positions, scores, candidates, stored queries and, once a prompt has ended, the index.
   offset_t bytes(index_t id, const sequence_state<Recipe>& state) const {
     offset_t total = 0;
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
       const sequence_layer owner{layer, id};
       const token_bound held = parts_.read_stage.candidates().bound(owner, parts_.store.bound(owner));
       total += parts_.store.bytes(owner) + parts_.read_stage.candidates().bytes(owner) + bytes_of_every_layer() +
-               (state.first_prompt > 0 ? parts_.read_stage.reader().bytes(state.policies, held.longest) : 0);
+               (state.now.turn > 0 ? parts_.read_stage.reader().bytes(state.policies, held.longest) : 0);
     }
     return total;
   }

@@ -6,14 +6,14 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Token counts per kv_head, made when a conversation's first prompt ends. The host knows all of them. The device's
+/// Token counts per kv_head, made when a turn's prompt ends. The host knows all of them. The device's
 /// lengths only cap them: a head of n tokens has ceil(n / page) pages and reads at most n.
 struct stage_plan {
   index_t capacity = 0;  ///< upper bound of a head's stored tokens (or candidates); counts the budget's `max_new`
   index_t retained = 0;  ///< tokens that the first stage retains, or makes candidates, when a prompt ends
   index_t read = 0;      ///< tokens that a step attends: the second stage's k
   double ratio = 1;    ///< capacity over the token budget, at least 1: how much less than all keys an estimate may read
-  index_t prompt = 0;  ///< tokens of the conversation's first prompt; 0: not known
+  index_t prompt = 0;  ///< tokens that the conversation had taken until then; 0: not known
 };
 
 /// What the second stage needs of one sequence. Kernels read it from device memory, as they read lengths: sequences of

@@ -6,6 +6,7 @@
 
 #include "../error.hpp"
 #include "../stored/segment_cursor.hpp"
+#include "prompt_reach.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -14,9 +15,21 @@ struct layer_progress {
   index_t next_position = 0;
   index_t turn_tokens = 0;          ///< prompt tokens since the turn began; 0 while decoding
   segment_cursor text{};            ///< the segment of its next token, if the recipe needs segments
+  segment_cursor answer_text{};     ///< the same of the first token behind the last turn's prompt
   index_t judged = 0;               ///< prompt tokens of the turn among which the end of a chunk has chosen
   index_t reconsidered_tokens = 0;  ///< the newest of them: the next choice includes them once more
   bool ended = false;               ///< `end_layer` has been called since the turn began
+
+  /// The tokens of the turn's prompt: those that earlier choices settled, and those that compete.
+  prompt_reach reach() const {
+    const index_t begin = next_position - turn_tokens;
+    return {begin, begin + judged - reconsidered_tokens, next_position};
+  }
+  /// The end of a chunk has chosen among all tokens so far. The next choice considers the newest `reconsidered` again.
+  void end_chunk(index_t reconsidered) {
+    reconsidered_tokens = reconsidered;
+    judged = turn_tokens;
+  }
 
   /// Errors   positions of `tokens` more, and the one behind them, do not fit 32 bits: tessera::error.
   void require_positions(index_t tokens) const {

@@ -63,44 +63,41 @@ class basic_cache {
   /// Changes the token budget. The new one takes effect when the schedule retains next, or with the next step that
   /// retrieves by exact scores; where the budget pays for an estimate, at the end of the next turn's prompt. On a GPU
   /// it allocates and synchronises, and steps that a graph recorded must be recorded anew.
-  /// Errors   a budget that the recipe does not allow; on a GPU, a prepared step with layers to go: tessera::error.
-  void set_budget(index_t tokens, default_queue queue = {}) {
-    const default_float_mode mode;
-    Recipe changed = recipe_;
-    changed.set_budget(tokens);
-    changed.check();
-    backend_.follow_budget(changed, queue);
-    recipe_ = changed;
-    conversations_.follow_budget(recipe_);
-    backend_.follow_plans(conversations_, queue);
-  }
+  /// Errors   a budget that the recipe does not allow; a prompt that has ended in some layers; on a GPU, a prepared
+  ///          step with layers to go: tessera::error.
+  void set_budget(index_t tokens, default_queue queue = {});
 
   /// Opens an empty sequence and returns its id: the lowest closed one, or a new one.
-  index_t open(default_queue queue = {}) {
-    const default_float_mode mode;
-    conversations_.require_room(backend_.max_sequences());
-    backend_.open(conversations_.next_id(), planned<Recipe>(recipe_, 0), queue);
-    return conversations_.open(recipe_);
-  }
+  index_t open(default_queue queue = {});
 
   /// Opens a copy of a sequence, and returns its id. The two are independent. Each stores, chooses and outputs what the
   /// original would have. Rows are copied. Finished segments of packed rows are shared; on a GPU they stay in memory
   /// until the sequence that packed them is closed.
   /// Errors   a prompt or a step under way, on a GPU that of any sequence; a pool with too few pages: tessera::error.
   ///          The host does not know of the work that a graph replays: enqueue a fork after that work.
-  index_t fork(index_t id, default_queue queue = {}) {
+  index_t fork(index_t id, default_queue queue = {});
+
+  /// Opens a copy of a sequence as it was at an earlier position: a fork, truncated. Errors: those of both.
+  index_t fork(index_t id, index_t position, default_queue queue = {});
+
+  /// Takes back the tokens from `position` on, which becomes the next position. What follows has the bits of a sequence
+  /// that never had them. Where an ended prompt is cut, the next call writes a new turn's prompt. A step that was
+  /// prepared and not decoded is forgotten. Pages return to their pool; other memory stays.
+  /// Cost     on a GPU the sequence's index is built anew.
+  /// Differs  a layer that slides may have dropped more tokens behind its window than one without the detour: outputs
+  ///          are then equal to rounding.
+  /// Errors   a position below `settled` or above `next_position`; layers in different places: tessera::error.
+  void truncate(index_t id, index_t position, default_queue queue = {}) {
     const default_float_mode mode;
-    conversations_.check_fork(id);
-    conversations_.require_room(backend_.max_sequences());
-    backend_.check_fork(id);
-    const index_t copy = conversations_.next_id();
-    backend_.fork(id, copy, conversations_.sequence(id).policies, queue);
-    try {
-      return conversations_.fork(id);
-    } catch (...) {
-      backend_.close(copy, queue);
-      throw;
-    }
+    carry_out(id, plan_truncation(id, position), queue);
+  }
+  /// The smallest position that `truncate` and `fork` take now. 0: methods that drop nothing. The end of the last
+  /// prompt: methods that drop then. The present position: methods that choose in steps, and readers whose steps leave
+  /// more behind than rows. Rows that are packed are settled, and so is what a sliding layer no longer has. Of a prompt
+  /// that has begun, its own tokens can be taken back: all of them or, if the method observes no queries, some.
+  index_t settled(index_t id) const {
+    const auto& state = conversations_.sequence(id);
+    return (std::max)(settled_position(state), backend_.settled(id, state.front().next_position));
   }
 
   void close(index_t id, default_queue queue = {}) {
@@ -120,13 +117,7 @@ class basic_cache {
   /// Announces how many tokens the turn's prompt will have, before its first chunk. Budgets of shares then know their
   /// counts, and a store with a pool of pages reserves the prompt's peak, or throws. Where the schedule chooses after
   /// chunks, the reservation is for chunks no longer than the schedule's. The call is optional.
-  void announce(index_t id, index_t tokens) {
-    const default_float_mode mode;
-    const planned<Recipe> policies = conversations_.plan_announced(recipe_, id, tokens);
-    if constexpr (Backend::in_groups)
-      backend_.reserve_pages(id, backend_.plan_pages(id, recipe_, policies, tokens).peak);
-    conversations_.announce(id, tokens, policies);
-  }
+  void announce(index_t id, index_t tokens);
 
   /// Appends a chunk of the prompt to one layer. The scorer observes its queries.
   /// Shapes   k, v [tokens, kv_heads, dim]; q [n_q, q_heads, k_dim], the queries of the chunk's last n_q tokens: all of
@@ -135,27 +126,7 @@ class basic_cache {
   ///          every layer.
   template <class K, class V, class Q = K>
   void prefill(index_t layer, index_t id, const rows_view<Q>& q, const rows_view<K>& k, const rows_view<V>& v,
-               queue_type queue = {}, std::span<const std::uint8_t> boundaries = {}) {
-    const default_float_mode mode;
-    const sequence_layer owner{layer, id};
-    const read_rows<Q, K, V> queries = q, keys = k, values = v;
-    conversations_.check_chunk(recipe_, owner, queries, keys, values);
-    const prompt_chunk chunk{conversations_.progress(owner).next_position,
-                             conversations_.progress(owner).turn_tokens == 0,
-                             conversations_.check_boundaries(owner, boundaries, k.tokens)};
-    const planned<Recipe>& policies = conversations_.sequence(id).policies;
-    backend_.check_chunk(owner, queries);
-    if (chunk.begins && layer == 0) backend_.begin_prompt(id, queue);  // before the turn's rows join what is open
-    if (conversations_.chunk_is_due(recipe_, owner, k.tokens)) {
-      const index_t reconsidered = conversations_.reconsidered_tokens(owner);
-      backend_.end_chunk(owner, policies, conversations_.reach(owner), reconsidered, queue);
-      conversations_.ended_chunk(owner, reconsidered);
-    }
-    if (layer == 0 && conversations_.sequence(id).announced == 0)
-      backend_.expect_chunk(id, k.tokens);  // for all layers
-    backend_.append_chunk(owner, policies, chunk, queries, keys, values, queue);
-    conversations_.took_chunk(owner, k.tokens, chunk.marks);
-  }
+               queue_type queue = {}, std::span<const std::uint8_t> boundaries = {});
   template <class K, class V, class Q = K>
   void prefill(index_t layer, index_t id, const rows_view<Q>& q, const rows_view<K>& k, const rows_view<V>& v,
                std::span<const std::uint8_t> boundaries) requires(!has_queue) {
@@ -168,14 +139,7 @@ class basic_cache {
   /// Shapes   q [tokens, q_heads, k_dim], out [tokens, q_heads, v_dim], lse [tokens, q_heads] (data null: not wanted).
   template <class Q>
   void prefill_attention(index_t layer, index_t id, const rows_view<Q>& q, const rows_view<Out>& out,
-                         const rows_view<float>& lse = {}, queue_type queue = {}) {
-    const default_float_mode mode;
-    const sequence_layer owner{layer, id};
-    const read_rows<Q> queries = q;
-    conversations_.check_prompt_attention(owner, queries, out, lse);
-    backend_.attend_chunk(owner, recipe_, conversations_.progress(owner).next_position - q.tokens, queries, out, lse,
-                          queue);
-  }
+                         const rows_view<float>& lse = {}, queue_type queue = {});
 
   /// Passes tokens through one layer once more, for a scorer of rereadings (KVzip). They follow the prompt, attend to
   /// all stored tokens and to themselves, and are not stored. The probabilities that they give to the `count` prompt
@@ -185,40 +149,23 @@ class basic_cache {
   template <class Q, class K, class V>
   void reread(index_t layer, index_t id, index_t first, index_t count, const rows_view<Q>& q, const rows_view<K>& k,
               const rows_view<V>& v, const rows_view<Out>& out, queue_type queue = {})
-      requires(Recipe::retain_type::rereads || !has_queue) {
-    const default_float_mode mode;
-    const sequence_layer owner{layer, id};
-    const read_rows<Q, K, V> queries = q, keys = k, values = v;
-    conversations_.check_rereading(owner, first, count, queries, keys, values, out);
-    const reread_part part{first, first + count, conversations_.progress(owner).next_position};
-    backend_.reread(owner, conversations_.sequence(id).policies, part, queries, keys, values, out, queue);
-  }
+      requires(Recipe::retain_type::rereads || !has_queue);
 
   /// Ends the turn's prompt in one layer, after the layer's attention. The call is optional and changes no output. It
-  /// does the part of `end_prefill` that needs this layer alone: if the method chooses no tokens, it packs the layer's
-  /// rows into segments. A prompt in one chunk then needs memory for the whole rows of one layer instead of all layers.
+  /// does the part of `end_prefill` that needs this layer alone: the layer chooses the tokens that it keeps and frees
+  /// the rest, or packs its rows into segments. A prompt in one chunk then needs memory for the whole rows of one layer
+  /// instead of all layers. Methods whose layers choose together (one threshold over the model, choices that other
+  /// layers reuse) choose in `end_prefill`.
   ///
   /// On a GPU segments are made on a stream of the cache's own. They replace whole rows when the next packing layer
   /// ends, when a step is prepared, or sooner if the pool is full: a prompt in one chunk needs the whole rows of two
   /// layers, or one. Rows that join a segment, or have no basis, wait for `end_prefill`. Not within a step.
   /// Errors   on the CPU, rows without a basis: tessera::error, and the layer has not ended.
-  void end_layer(index_t layer, index_t id, queue_type queue = {}) {
-    const default_float_mode mode;
-    const sequence_layer owner{layer, id};
-    conversations_.check_layer_end(owner);
-    backend_.end_layer(owner, recipe_, conversations_.progress(owner).turn_tokens, queue);
-    conversations_.end_layer(owner);
-  }
+  void end_layer(index_t layer, index_t id, queue_type queue = {});
 
   /// Ends a turn's prompt. Where the schedule fires, every layer chooses the tokens that it keeps and frees the rest,
-  /// or chooses a filter's candidates. The end of the first prompt also makes the plan: see `plan`.
-  void end_prefill(index_t id, queue_type queue = {}) {
-    const default_float_mode mode;
-    const planned<Recipe> policies = conversations_.plan_prompt_end(recipe_, id);
-    const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
-    backend_.end_prompt(id, recipe_, policies, due, conversations_.reach({0, id}), queue);
-    conversations_.end_prompt(id, policies);
-  }
+  /// or chooses a filter's candidates. It makes the plan: see `plan`.
+  void end_prefill(index_t id, queue_type queue = {});
 
   // --- steps ---------------------------------------------------------------------------------------------------------
 
@@ -227,14 +174,7 @@ class basic_cache {
   /// never record it. boundaries [ids, tokens], on the host, for a recipe that `needs_step_segments`: 1 for a token
   /// after which a segment of the text ends, else 0.
   batch prepare_step(const host_vector<index_t>& ids, index_t tokens, queue_type queue = {},
-                     std::span<const std::uint8_t> boundaries = {}) {
-    const default_float_mode mode;
-    batch step = conversations_.plan_step(recipe_, ids, tokens, backend_.max_step_tokens(), boundaries);
-    backend_.prepare_step(recipe_, step, conversations_, queue);
-    step = conversations_.begin_step(std::move(step));
-    backend_.begin_counting(step, conversations_);
-    return step;
-  }
+                     std::span<const std::uint8_t> boundaries = {});
   batch prepare_step(const host_vector<index_t>& ids, index_t tokens, std::span<const std::uint8_t> boundaries)
       requires(!has_queue) {
     return prepare_step(ids, tokens, queue_type(), boundaries);
@@ -248,14 +188,17 @@ class basic_cache {
   ///          [sequences, tokens, q_heads] (data null: not wanted). Causal inside the step.
   template <class Q, class K, class V>
   void decode(index_t layer, const batch& step, const rows_view<Q>& q, const rows_view<K>& k, const rows_view<V>& v,
-              const rows_view<Out>& out, const rows_view<float>& lse = {}, queue_type queue = {}) {
-    const default_float_mode mode;
-    const read_rows<Q, K, V> queries = q, keys = k, values = v;
-    conversations_.check_step(layer, step, queries, keys, values, out, lse);
-    backend_.require_layer(layer, step, conversations_, queue);
-    backend_.decode(layer, recipe_, step, conversations_, queries, keys, values, out, lse, queue);
-    backend_.count_layer(layer, step, conversations_, queue);
-  }
+              const rows_view<Out>& out, const rows_view<float>& lse = {}, queue_type queue = {});
+
+  /// Attention of other queries in a layer of a step that has been decoded: nothing is appended, observed or chosen to
+  /// stay. For model layers that share the keys and values of this one. What it reads is chosen by these queries. In a
+  /// prompt, call `prefill_attention` of the layer that has the rows.
+  /// Shapes   as those of `decode`, without k and v.
+  /// Errors   a layer that the step has not decoded; a method whose steps add up queries (SentenceKV) or values (SparQ):
+  ///          tessera::error.
+  template <class Q>
+  void attend(index_t layer, const batch& step, const rows_view<Q>& q, const rows_view<Out>& out,
+              const rows_view<float>& lse = {}, queue_type queue = {});
 
   // --- answers -------------------------------------------------------------------------------------------------------
 
@@ -271,7 +214,8 @@ class basic_cache {
     return backend_.positions(checked({layer, id}, head), head);
   }
 
-  /// The plan of this sequence, made when its first prompt ended.
+  /// The plan of this sequence, made when its last prompt ended for all tokens that it had taken until then. Numbers of
+  /// the recipe that the caller set are not planned.
   stage_plan plan(index_t id) const { return conversations_.sequence(id).policies.plan; }
 
   /// Logical positions that this turn's steps may read of one kv_head: a filter's candidates and the tokens decoded
@@ -313,12 +257,7 @@ class basic_cache {
   /// while its rows move. Pages are those of the layout's pool, 0 without one. If a schedule chooses after chunks, the
   /// bound holds for announced prompts only. Every token counts as one segment of text. A second turn may take more.
   /// Errors   a turn that the recipe or the cache's sizes do not allow: tessera::error.
-  capacity bound(index_t prompt, index_t answer, index_t chunk = 0) const {
-    const turn_extent turn{prompt, answer, chunk == 0 ? prompt : chunk, backend_.max_step_tokens()};
-    turn.check();
-    const planned<Recipe> policies = conversations_.plan_first(recipe_, prompt);
-    return backend_.upper_bound(recipe_, policies, layer_peaks(recipe_, policies, backend_.roles(), shape_, turn));
-  }
+  capacity bound(index_t prompt, index_t answer, index_t chunk = 0) const;
   /// The memory that one more sequence can take now. A sequence whose `bound` fits into it runs to its end if the other
   /// sequences take no more meanwhile. To admit several, subtract their bounds from what an empty cache has. Quantities
   /// without a limit are capacity::unlimited: bytes on the CPU, and bytes where pages run out first. {0, 0}: no more
@@ -382,6 +321,16 @@ class basic_cache {
   template <class... Rows>
   using read_rows = rows_view<const common_element<Rows...>>;
 
+  truncation plan_truncation(index_t id, index_t position) const {
+    backend_.check_truncation((conversations_.sequence(id), id));
+    return conversations_.plan_truncation(id, position, settled(id));
+  }
+  void carry_out(index_t id, const truncation& plan, default_queue queue) {
+    if (plan.tokens == 0) return;
+    backend_.truncate(id, plan, conversations_.sequence(id).ended_policies, queue);
+    conversations_.truncate(id, plan);
+  }
+
   sequence_layer checked(sequence_layer owner) const {
     conversations_.progress(owner);
     return owner;
@@ -398,3 +347,5 @@ class basic_cache {
 };
 
 TESSERA_NAMESPACE_END
+
+#include "detail/basic_cache_calls.hpp"

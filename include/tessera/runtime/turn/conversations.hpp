@@ -12,11 +12,11 @@
 #include "../../core/closed_ids.hpp"
 #include "../../core/host/host_vector.hpp"
 #include "../../core/model_shape.hpp"
-#include "../../core/prompt/prompt_reach.hpp"
 #include "../../core/sequence_layer.hpp"
 #include "../../planned.hpp"
 #include "batch.hpp"
 #include "sequence_state.hpp"
+#include "truncation.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -41,9 +41,7 @@ class conversations {
   /// Opens an empty conversation.   Returns  its id.
   index_t open(const Recipe& recipe) {
     const index_t id = next_id();
-    conversation opened{true, {}, 0, 0, -1, planned<Recipe>(recipe, 0), {}};
-    opened.layers.resize(std::size_t(shape_.layers));
-    return insert(id, std::move(opened));
+    return insert(id, conversation(true, planned<Recipe>(recipe, 0), shape_.layers));
   }
   /// Opens a copy of a conversation. Call `check_fork` and `require_room` first.   Returns  its id.
   index_t fork(index_t id) {
@@ -51,21 +49,9 @@ class conversations {
     copy.step = 0;  // a step of the copy must be prepared before it is decoded
     return insert(next_id(), std::move(copy));
   }
-  void check_fork(index_t id) const {
-    const conversation& c = sequence(id);
-    for (const layer& state : c.layers) {
-      require(state.turn_tokens == 0 && c.announced == 0, "tokens of this turn",
-              (std::max)(state.turn_tokens, c.announced), "0",
-              "fork a sequence before a prompt is announced or begins, or once end_prefill has ended it");
-      require(state.next_position == c.front().next_position, "tokens of a layer", state.next_position,
-              "those of layer 0, which are " + std::to_string(c.front().next_position),
-              "finish the step before the sequence is forked");
-    }
-    require(c.step == 0 || c.front().next_position != c.step_began, "steps without rows", 1, "0",
-            "before the fork, decode the step that was prepared");
-  }
+  void check_fork(index_t id) const { sequence(id).check_fork(); }
   void close(index_t id) {
-    find(id) = conversation{false, {}, 0, 0, -1, none_, {}};
+    find(id) = conversation(false, none_, 0);
     closed_.add(id);
   }
 
@@ -94,9 +80,17 @@ class conversations {
   bool is_open(index_t id) const { return all_[std::size_t(id)].open; }
   index_t size() const { return index_t(all_.size()); }
 
+  /// Errors   layers of a prompt have chosen, by the present budget, and others have not: tessera::error.
+  void check_budget_change() const {
+    for (const conversation& c : all_) {
+      const bool ended = chooses_by_layer<Recipe> &&
+                         std::any_of(c.layers.begin(), c.layers.end(), [](const layer& state) { return state.ended; });
+      require(!ended, "prompts that have ended in some layers", 1, "0", "set a budget behind end_prefill");
+    }
+  }
   void follow_budget(const Recipe& recipe) {
     none_.follow(recipe);
-    for (conversation& c : all_) c.policies.follow(recipe);
+    for (conversation& c : all_) c.policies.follow(recipe), c.ended_policies.follow(recipe);
   }
 
   // --- prompts -------------------------------------------------------------------------------------------------------
@@ -160,19 +154,15 @@ class conversations {
       require(state.turn_tokens == 0, "tokens of this turn", state.turn_tokens, "0",
               "announce a prompt before its first chunk");
     }
-    return planned<Recipe>(recipe, c.first_prompt ? c.first_prompt : tokens);
+    c.front().require_positions(tokens);
+    return planned<Recipe>(recipe, c.front().next_position + tokens);
   }
   void announce(index_t id, index_t tokens, const planned<Recipe>& policies) {
     find(id).announced = tokens;
     find(id).policies = policies;
   }
 
-  /// The tokens of a turn's prompt in a layer: those that earlier choices settled, and those that compete.
-  prompt_reach reach(sequence_layer owner) const {
-    const layer& state = progress(owner);
-    const index_t begin = state.next_position - state.turn_tokens;
-    return {begin, begin + state.judged - state.reconsidered_tokens, state.next_position};
-  }
+  prompt_reach reach(sequence_layer owner) const { return progress(owner).reach(); }
   /// Whether a layer chooses among its prompt tokens before `tokens` more are appended.
   bool chunk_is_due(const Recipe& recipe, sequence_layer owner, index_t tokens) const {
     if constexpr (Recipe::schedule_type::fires_at(moment::chunk_end)) {
@@ -194,9 +184,7 @@ class conversations {
     return 0;
   }
   void ended_chunk(sequence_layer owner, index_t reconsidered) {
-    layer& state = find(owner.id).layers[std::size_t(owner.layer)];
-    state.reconsidered_tokens = reconsidered;
-    state.judged = state.turn_tokens;
+    find(owner.id).layers[std::size_t(owner.layer)].end_chunk(reconsidered);
   }
 
   template <class E, class Out>
@@ -221,6 +209,10 @@ class conversations {
   /// Errors   a layer without prompt tokens, or with fewer than announced, or already ended: tessera::error.
   void check_layer_end(sequence_layer owner) const { require_whole_prompt(owner.id, require_not_ended(owner)); }
   void end_layer(sequence_layer owner) { find(owner.id).layers[std::size_t(owner.layer)].ended = true; }
+  /// The policies of a conversation whose prompt has ended in this layer.
+  planned<Recipe> plan_layer_end(const Recipe& recipe, sequence_layer owner) const {
+    return planned<Recipe>(recipe, progress(owner).next_position);
+  }
 
   /// The policies of a conversation whose prompt ends now.
   /// Errors   an empty prompt, or layers with different prompts: tessera::error.
@@ -232,20 +224,31 @@ class conversations {
               "prefill every layer with every chunk before the prompt ends");
     }
     require_whole_prompt(id, c.front());
-    return planned<Recipe>(recipe, first_prompt(c));
+    return planned<Recipe>(recipe, c.front().next_position);
   }
   turn_clock clock_of_prompt_end(index_t id) const { return {sequence(id).now.turn + 1, 0}; }
   void end_prompt(index_t id, const planned<Recipe>& policies) {
     conversation& c = find(id);
-    c.first_prompt = first_prompt(c);
-    c.policies = policies;
+    c.policies = c.ended_policies = policies;
     c.now = {c.now.turn + 1, 0};
     c.step = 0;
     c.step_began = -1;
     c.answer_began = c.front().next_position;
     c.announced = 0;
-    for (layer& state : c.layers) state.turn_tokens = state.judged = state.reconsidered_tokens = 0, state.ended = false;
+    c.is_cut = false;
+    for (layer& state : c.layers) {
+      state.turn_tokens = state.judged = state.reconsidered_tokens = 0, state.ended = false;
+      state.answer_text = state.text;
+    }
   }
+
+  // --- going back ----------------------------------------------------------------------------------------------------
+
+  /// See truncation.hpp. `settled`: the smallest position that the backend's parts allow.
+  truncation plan_truncation(index_t id, index_t position, index_t settled) const {
+    return tessera::plan_truncation(sequence(id), position, (std::max)(settled, settled_position(sequence(id))));
+  }
+  void truncate(index_t id, const truncation& plan) { carry_out(plan, find(id)); }
 
   // --- steps ---------------------------------------------------------------------------------------------------------
 
@@ -265,6 +268,9 @@ class conversations {
     for (std::size_t b = 0; b < ids.size(); ++b) {
       const conversation& c = sequence(ids[b]);
       c.front().require_positions(tokens);
+      if (c.is_cut)
+        fail("turn of sequence " + std::to_string(ids[b]), "cut by truncate", "one whose prompt has ended",
+             "write a prompt before the next step");
       for (const layer& state : c.layers) {
         require(state.turn_tokens == 0, "tokens since the prompt began", state.turn_tokens, "0",
                 "call end_prefill before the first decode step");
@@ -279,7 +285,7 @@ class conversations {
                 "at least the tokens of the step, which are " + std::to_string(tokens),
                 "raise the budget: a step of several tokens reads them all");
       }
-      const turn_clock then = step_clock(c, tokens);
+      const turn_clock then = c.step_clock(tokens);
       const bool first = due(recipe, moment::step_begin, then), last = due(recipe, moment::step_end, then);
       require(b == 0 || (first == step.evicts_first && last == step.evicts_last), "sequence id in a batch", ids[b],
               "one whose schedule is due when that of the others is",
@@ -294,7 +300,7 @@ class conversations {
     for (const index_t id : step.ids) {
       conversation& c = find(id);
       c.step = step.number;
-      c.now = step_clock(c, step.tokens);
+      c.now = c.step_clock(step.tokens);
       c.step_began = c.front().next_position;
       c.step_tokens = step.tokens;
     }
@@ -306,7 +312,6 @@ class conversations {
   void check_step(index_t layer_index, const batch& step, const rows_view<const E>& q, const rows_view<const E>& k,
                   const rows_view<const E>& v, const rows_view<Out>& out, const rows_view<float>& lse) const {
     shape_.check_rows(q, k, v, k_dim, v_dim);
-    shape_.check_output(q, out, lse, k_dim, v_dim);
     const index_t given = first_other(step.sequences(), q.sequences, k.sequences, v.sequences);
     require(given == step.sequences(), "sequences of the batch", given,
             "as many as ids, which are " + std::to_string(step.sequences()), "pass q, k and v of every id");
@@ -314,6 +319,19 @@ class conversations {
     if (tokens != step.tokens) {
       fail("tokens of a decode step", tokens, "those of prepare_step, which are " + std::to_string(step.tokens),
            "pass q, k and v of the step's tokens");
+    }
+    check_queries(layer_index, step, q, out, lse);
+  }
+  /// The queries of one layer of a step that `begin_step` began.
+  template <class E, class Out>
+  void check_queries(index_t layer_index, const batch& step, const rows_view<const E>& q, const rows_view<Out>& out,
+                     const rows_view<float>& lse) const {
+    shape_.check_output(q, out, lse, k_dim, v_dim);
+    if (!q.data) fail("memory of q", "null", "memory behind it", "pass the rows themselves");
+    if (q.sequences != step.sequences() || q.tokens != step.tokens) {
+      fail("queries of a decode step", std::to_string(q.sequences) + " sequences of " + std::to_string(q.tokens),
+           std::to_string(step.sequences()) + " of " + std::to_string(step.tokens) + ", as prepare_step was given",
+           "pass the queries of the step's tokens");
     }
     for (const index_t id : step.ids) {
       require(progress({layer_index, id}).turn_tokens == 0, "tokens since the prompt began",
@@ -364,12 +382,6 @@ class conversations {
   conversation& find(index_t id) {
     require_open(id);
     return all_[std::size_t(id)];
-  }
-  static index_t first_prompt(const conversation& c) { return c.first_prompt ? c.first_prompt : c.front().turn_tokens; }
-  /// The clock of the next step. A step that was prepared at the same position and never decoded does not count.
-  static turn_clock step_clock(const conversation& c, index_t tokens) {
-    return {c.now.turn, c.now.steps + (c.step_began == c.front().next_position ? 0 : 1),
-            c.front().next_position - c.answer_began + tokens, tokens};
   }
   static bool due(const Recipe& recipe, moment now, const turn_clock& then) {
     return Recipe::schedule_type::fires_at(now) && recipe.schedule.due(now, then);

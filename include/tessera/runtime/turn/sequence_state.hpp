@@ -1,8 +1,11 @@
 // The state of one sequence of a cache: its turn, its clock and the progress of each layer.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <string>
 
+#include "../../core/error.hpp"
 #include "../../core/host/host_vector.hpp"
 #include "../../core/prompt/layer_progress.hpp"
 #include "../../planned.hpp"
@@ -14,16 +17,39 @@ template <class Recipe>
 struct sequence_state {
   bool open = false;
   turn_clock now{};
-  index_t first_prompt = 0;  ///< tokens; 0 until it has ended
-  std::uint64_t step = 0;    ///< the number of the one that `begin_step` began; 0: none yet in this turn
-  index_t step_began = -1;   ///< the position of its first token
-  planned<Recipe> policies;
+  std::uint64_t step = 0;          ///< the number of the one that `begin_step` began; 0: none yet in this turn
+  index_t step_began = -1;         ///< the position of its first token
+  planned<Recipe> policies;        ///< those of an announced prompt, else those of the last turn's end
+  planned<Recipe> ended_policies;  ///< as the last turn's end left them
   host_vector<layer_progress> layers;
   index_t answer_began = 0;  ///< the position of the turn's first decoded token
   index_t announced = 0;     ///< tokens of the turn's prompt; 0: not announced
   index_t step_tokens = 0;   ///< of the step that `begin_step` began
+  bool is_cut = false;       ///< `truncate` cut an ended prompt: the next call is a prompt's
+
+  sequence_state(bool is_open, const planned<Recipe>& first, index_t layer_count)
+      : open(is_open), policies(first), ended_policies(first), layers(std::size_t(layer_count)) {}
 
   const layer_progress& front() const { return layers.front(); }
+
+  /// The clock of the next step. A step that was prepared at the same position and never decoded does not count.
+  turn_clock step_clock(index_t tokens) const {
+    return {now.turn, now.steps + (step_began == front().next_position ? 0 : 1),
+            front().next_position - answer_began + tokens, tokens};
+  }
+
+  /// Errors   a prompt or a step under way: tessera::error.
+  void check_fork() const {
+    for (const layer_progress& layer : layers) {
+      require(layer.turn_tokens == 0 && announced == 0, "tokens of this turn", (std::max)(layer.turn_tokens, announced),
+              "0", "fork a sequence before a prompt is announced or begins, or once end_prefill has ended it");
+      require(layer.next_position == front().next_position, "tokens of a layer", layer.next_position,
+              "those of layer 0, which are " + std::to_string(front().next_position),
+              "finish the step before the sequence is forked");
+    }
+    require(step == 0 || front().next_position != step_began, "steps without rows", 1, "0",
+            "before the fork, decode the step that was prepared");
+  }
 };
 
 TESSERA_NAMESPACE_END

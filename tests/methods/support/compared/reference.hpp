@@ -43,7 +43,7 @@ class reference_cache {
 
   /// By layer and head; empty where the method never retains. The caller says what was kept in truth: see `adopt`.
   std::vector<choice> end_prefill() {
-    if (plan_.read == 0) plan_ = make_plan(turn_);
+    plan_ = make_plan(next_);
     const auto result = chooses() ? choose() : std::vector<choice>{};
     turn_ = 0;
     return result;

@@ -18,6 +18,7 @@ struct scratch {
   scratch& operator=(scratch&&) noexcept = default;
 
   T& operator*() { return memory; }
+  T* operator->() { return &memory; }
 };
 
 }  // namespace cpu

@@ -38,6 +38,7 @@ kv_view<T, D, filtered<Table>, Dv> view_of_slots(const kv_view<T, D, Table, Dv>&
 class candidates {
  public:
   index_t count(index_t head) const { return counts_[std::size_t(head)]; }
+  const host_vector<index_t>& counts() const { return counts_; }
   const index_t* row(index_t head) const { return slots_.data() + begins_[std::size_t(head)]; }
 
   void assign(const selection& chosen) {

@@ -26,6 +26,10 @@ class exact_reader;
 ///   copy(source, target)                     copies an entry to an open, empty one
 ///   forget(entry)                            a step or the end of a prompt has failed: the index of the last views is
 ///                                            wrong, and the next `refresh` or `append` builds it anew
+///   truncate(entry, lengths)                 heads of the entry's view have become shorter; a reader without it is
+///                                            told to `forget`. A reader whose steps leave more behind than rows tell
+///                                            declares static constexpr bool steps_are_settled = true: they cannot be
+///                                            taken back
 ///   refresh(entry, view, policies, moved)    a prompt has ended, or slots have moved
 ///   append(entry, view, tokens)              the newest `tokens` of the view are new
 ///   choose(entry, view, queries, rule, policies, chosen, workers) -> offset_t

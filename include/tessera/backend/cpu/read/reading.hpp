@@ -146,6 +146,25 @@ class reading {
     }
   }
 
+  /// The smallest position that a sequence can go back to, as far as its reader decides it.
+  static index_t settled(index_t next) {
+    if constexpr (requires { requires reader_type::steps_are_settled; }) return next;
+    return 0;
+  }
+  /// Tokens were taken back from the store. `ends_lists`: candidates are lost. Needs no memory.
+  void truncate(sequence_layer owner, const store_type& stored, [[maybe_unused]] bool ends_lists) {
+    const host_vector<index_t>* lengths = &stored.lengths(owner);
+    if constexpr (filters) {
+      for (candidates& list : candidates_[owner]) ends_lists ? list.clear() : list.abandon(*lengths);
+      if (!candidates_[owner].empty()) lengths = &candidates_[owner].front().counts();
+    }
+    if constexpr (requires { reader_.truncate(order_.index(owner), *lengths); }) {
+      reader_.truncate(order_.index(owner), *lengths);
+    } else {
+      reader_.forget(order_.index(owner));
+    }
+  }
+
   /// Adds the newest `tokens` tokens of the store.
   void append(sequence_layer owner, store_type& stored, index_t tokens) {
     if constexpr (filters) {

@@ -135,6 +135,15 @@ class kv_store {
     }
   }
 
+  /// The same, for tokens of whole calls: releases what they took, and what was reserved.
+  void truncate(sequence_layer owner, index_t first_position) {
+    abandon(owner, first_position);
+    rows_.truncate(order_.index(owner), stored_[owner].lengths);
+  }
+  /// The smallest position that a sequence can go back to, as far as its rows decide it.
+  index_t settled(sequence_layer, index_t) const { return 0; }
+  void forget_prompt(sequence_layer) {}
+
   /// Allocates the memory of the next `keep`, which then cannot fail.
   void plan_keep(sequence_layer owner) { stored_[owner].beside.plan_keep(stored_[owner].lengths); }
 

@@ -47,6 +47,10 @@ class placed_rows<Layout, fixed_pages<Page>> {
     release(table_of(entry), std::size_t(fixed_pages<Page>::pages_for(longest)));
   }
 
+  void truncate(std::size_t entry, const host_vector<index_t>& lengths) {
+    const offset_t longest = *std::max_element(lengths.begin(), lengths.end());
+    release(table_of(entry), std::size_t(fixed_pages<Page>::pages_for(longest)));
+  }
   void expect(index_t, index_t) {}
   void open(std::size_t entry) { release(table_of(entry), 0); }
   void clear(std::size_t entry) { release(tables_[entry], 0); }

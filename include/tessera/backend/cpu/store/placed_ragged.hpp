@@ -49,7 +49,10 @@ class placed_rows<Layout, ragged_pages> {
 
   void keep(std::size_t entry, const host_vector<index_t>& lengths, const selection& chosen, executor& workers) {
     pack(view(entry, lengths), chosen.view(), view(entry, lengths), workers);
-    std::copy(chosen.counts.begin(), chosen.counts.end(), tables_[entry].tokens.begin());
+    truncate(entry, chosen.counts);
+  }
+  void truncate(std::size_t entry, const host_vector<index_t>& lengths) {
+    std::copy(lengths.begin(), lengths.end(), tables_[entry].tokens.begin());
     release_pages(entry);
     fill(entry);  // of fewer blocks than before
   }

@@ -26,6 +26,7 @@ inline offset_t rows_with_room(const host_vector<index_t>& lengths) {
 ///   view(entry, lengths)                     its rows, as one sequence; valid until the entry changes
 ///   make_room(entry, lengths, tokens)        allocates memory for `tokens` more in every head
 ///   keep(entry, lengths, chosen, workers)    drops all but the chosen slots; needs no memory
+///   truncate(entry, lengths)                 releases what heads of these lengths do not need; needs no memory
 ///   open(entry), clear(entry)                makes an empty entry; releases its memory, and needs none
 ///   copy(source, target)                     copies an entry to an empty one, which the caller clears where it throws
 ///   expect(id, tokens)                       reserves memory for `tokens` more in every head of a sequence, 0: none;
@@ -84,6 +85,8 @@ class placed_rows<Layout, runs> {
     pack(view(here, lengths), chosen.view(), view(here, lengths), workers);
   }
 
+  /// A run keeps its memory for the tokens that follow.
+  void truncate(std::size_t, const host_vector<index_t>&) {}
   void expect(index_t, index_t) {}
   void open(std::size_t entry) { run_of(entry).clear(); }
   void clear(std::size_t entry) { runs_[entry].clear(); }

@@ -15,14 +15,20 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Every plan that conversations of these options may have.
+/// Every plan of conversations that have taken `first` to `last` tokens.
+template <class Recipe, class Visit>
+void for_each_plan(const Recipe& recipe, index_t first, index_t last, const Visit& visit) {
+  // Sizes change slowly with the tokens: steps of a hundredth meet every page, and the ends meet the extremes.
+  for (double tokens = first; tokens < last; tokens = (std::max)(tokens + 1, tokens * 1.01)) {
+    visit(recipe.plan_unchecked(index_t(tokens)));
+  }
+  visit(recipe.plan_unchecked(last));
+}
+/// Every plan that these options make room for. A conversation may take more tokens than a head stores: its plans then
+/// store more, which is refused where it does not fit.
 template <class Recipe, class Visit>
 void for_each_plan(const Recipe& recipe, const cache_options& options, const Visit& visit) {
-  // Sizes change slowly with the prompt: steps of a hundredth meet every page, and the ends meet the extremes.
-  for (double prompt = options.first_prompt; prompt < options.tokens; prompt = (std::max)(prompt + 1, prompt * 1.01)) {
-    visit(recipe.plan_unchecked(index_t(prompt)));
-  }
-  visit(recipe.plan_unchecked(options.tokens));
+  for_each_plan(recipe, options.first_prompt, options.tokens, visit);
 }
 
 /// Base of readers that choose slots.
@@ -83,7 +89,10 @@ class exact_reader;
 ///   require_covered(policies), require_fits(tokens)      tessera::error where the reader's memory is too small
 ///   gathered()                               the columns by id that `prepare_step` gathers for a batch
 ///   set_plan(id, policies, stream)           called when a sequence has a new plan
-///   refresh(owner, view, longest, stream)    called when a prompt has ended: a layer's index is built anew
+///   refresh(owner, view, longest, stream)    called when a prompt has ended, and when tokens were taken back: a
+///                                            layer's index is built anew. A reader whose steps leave more behind than
+///                                            rows tell declares static constexpr bool steps_are_settled = true: they
+///                                            cannot be taken back
 ///   copy(from, to, stream)                   called after `refresh` for an id that continues another one: copies what
 ///                                            is not part of the index
 ///   rebuild(layer, ids, view, stream)        called when slots of a batch have moved in place

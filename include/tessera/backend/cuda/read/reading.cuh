@@ -87,6 +87,17 @@ class reading {
     const all_view all = store.view(owner);
     reader_.refresh(owner, shown(store, all, candidates_.view(owner, all)), held.longest, stream);
   }
+  /// The smallest position that a sequence can go back to, as far as its reader decides it.
+  static index_t settled(index_t next) {
+    if constexpr (requires { requires reader_type::steps_are_settled; }) return next;
+    return 0;
+  }
+  /// Called when the newest `tokens` of a layer were taken back from the store. `ends_lists`: candidates are lost.
+  void truncate(sequence_layer owner, const store_type& store, index_t tokens, bool ends_lists, cudaStream_t stream) {
+    if (ends_lists) return candidates_.end_lists(owner, stream);
+    candidates_.drop_newest(owner, tokens, stream);
+    refresh(owner, store, stream);
+  }
   /// Called when slots of a batch have moved in place.
   void rebuild(index_t layer, const index_t* ids, const store_type& store, const all_view& all,
                cudaStream_t stream) const {

@@ -125,8 +125,7 @@ class kv_store {
       throw;
     }
   }
-  /// Whether the plan moves rows of other entries.
-  bool moves() const { return rows_.moves() || columns_.moves(); }
+  bool moves() const { return rows_.moves() || columns_.moves(); }  ///< rows of other entries
   void abandon() {
     rows_.abandon();
     columns_.abandon();
@@ -162,7 +161,7 @@ class kv_store {
       columns_.move_to(std::move(column_planes), columns, [&](std::size_t p) { return begins(p); }, stream);
     }
   }
-  /// Notes on the host that every head grew by `tokens`.
+  /// Notes on the host that every head grew by `tokens`, or lost its newest ones.
   void grew(sequence_layer owner, index_t tokens) {
     const std::size_t entry = order_.index(owner);
     stored_.grew(entry, tokens);
@@ -170,13 +169,17 @@ class kv_store {
     if (columns_.holds_planes()) columns_.grew(entry, tokens);
   }
 
-  /// Forgets the newest `tokens` of every head. The caller changes the lengths on the device.
   void drop_newest(sequence_layer owner, index_t tokens) {
     const std::size_t entry = order_.index(owner);
     stored_.grew(entry, -tokens);
     rows_.shrank(entry, tokens, stored_.tokens(entry));
     if (columns_.holds_planes()) columns_.grew(entry, -tokens);
   }
+
+  /// The smallest position that a sequence's rows can go back to; tokens of every head since slots were chosen.
+  index_t settled(sequence_layer, index_t) const { return 0; }
+  index_t since_choice(sequence_layer owner) const { return stored_.tokens(order_.index(owner)).since; }
+  void forget_prompt(sequence_layer) {}
 
   /// Appends rows behind a view's tokens; positions count from first_position[sequence]. The view's lengths advance,
   /// and so do the texts where the store holds segments.
@@ -261,7 +264,7 @@ class kv_store {
   /// lies among the dropped rows.
   void dropped(sequence_layer owner, const token_bound& kept, index_t gained) {
     const std::size_t entry = order_.index(owner);
-    stored_.shrank(entry, kept);
+    stored_.keep(entry, {kept, {}});
     rows_.dropped(entry, gained);
     if (columns_.holds_planes()) columns_.grew(entry, -gained);
   }

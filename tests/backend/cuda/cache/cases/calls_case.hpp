@@ -27,6 +27,8 @@ class device_calls final : public support::called_cache {
   std::unique_ptr<called_cache> copy() const override { return std::make_unique<device_calls>(*this); }
   index_t open() override { return held_.open(); }
   index_t fork(index_t id) override { return held_.fork(id); }
+  void truncate(index_t id, index_t position) override { held_.truncate(id, position); }
+  index_t settled(index_t id) const override { return held_.settled(id); }
   void close(index_t id) override { held_.close(id); }
   void reserve(index_t id, index_t tokens) override { held_.reserve(id, tokens, nullptr); }
   void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) override {
@@ -49,6 +51,11 @@ class device_calls final : public support::called_cache {
               const results& lse) override {
     held_.decode(layer, step, there(q), there(k), there(v), there(out, memory_->out), there(lse, memory_->lse),
                  nullptr);
+    bring_back(out, memory_->out);
+    bring_back(lse, memory_->lse);
+  }
+  void attend(index_t layer, const batch& step, const rows& q, const results& out, const results& lse) override {
+    held_.attend(layer, step, there(q), there(out, memory_->out), there(lse, memory_->lse), nullptr);
     bring_back(out, memory_->out);
     bring_back(lse, memory_->lse);
   }
@@ -106,6 +113,8 @@ requires runs_on_devices<Method> called_on_both on_both() {
   method.known.has_budget = retain_type::chooses || retrieve_type::retrieves;
   method.known.has_two = retain_type::chooses;
   method.known.accumulates = retain_type::observed == observes::every_query;
+  method.known.filters = retain_type::chooses && !retain_type::drops;
+  method.known.by_layer = chooses_by_layer<Method>;
   method.known.segments = Method::needs_segments;
   method.known.step_segments = Method::needs_step_segments;
   if constexpr (retrieve_type::retrieves) method.known.exact = !retrieve_type::estimates && !retain_type::plans;

@@ -88,25 +88,39 @@ class prompt_turn {
   }
 
   /// The end of a prompt in one layer: does what needs no other layer.
-  void end_layer(sequence_layer owner, const Recipe& recipe) {
+  void end_layer(sequence_layer owner, const Recipe& recipe, const planned<Recipe>& policies, bool due,
+                 const prompt_reach& reach) {
     choice& made = parts_.new_choices(1).front();
-    if (!parts_.roles.follows_recipe(owner.layer)) {
-      parts_.plan_slide(owner, 0, made);
-    } else if (packs_by_layer(recipe)) {
-      parts_.plan_packing(owner, made, true);
+    try {
+      if (!parts_.roles.follows_recipe(owner.layer)) {
+        parts_.plan_slide(owner, 0, made);
+      } else if (chooses_by_layer<Recipe>) {
+        parts_.plan_choice(owner, recipe, policies, due, {reach.end, 0, &reach}, made);
+        parts_.plan_packing(owner, made, true);
+      } else if (packs_by_layer(recipe)) {
+        parts_.plan_packing(owner, made, true);
+      }
+    } catch (...) {
+      parts_.abandon(owner, reach.end);
+      throw;
     }
     parts_.commit(owner, made);
   }
 
-  /// The end of a prompt. Where `due`, each layer keeps the budget's tokens, or makes them candidates.
-  void end(index_t id, const Recipe& recipe, const planned<Recipe>& policies, bool due, const prompt_reach& reach) {
+  /// The end of a prompt. Where `due`, each layer keeps the budget's tokens, or makes them candidates. `state` says how
+  /// far each layer's chunks have chosen, and where the prompt has ended already.
+  void end(index_t id, const Recipe& recipe, const planned<Recipe>& policies, bool due,
+           const sequence_state<Recipe>& state) {
     const index_t layers = parts_.shape.layers;
     host_vector<choice>& choices = parts_.new_choices(layers);
     try {
       parts_.first.count_over_model(id, parts_.store, policies, parts_.roles);
-      for (index_t layer = 0; layer < layers; ++layer) plan_end({layer, id}, recipe, policies, due, reach, choices);
+      for (index_t layer = 0; layer < layers; ++layer) {
+        if (!chooses_by_layer<Recipe> || !state.layers[std::size_t(layer)].ended)
+          plan_end({layer, id}, recipe, policies, due, state.layers[std::size_t(layer)].reach(), choices);
+      }
     } catch (...) {
-      for (index_t layer = 0; layer < layers; ++layer) parts_.abandon({layer, id}, reach.end);
+      for (index_t layer = 0; layer < layers; ++layer) parts_.abandon({layer, id}, state.front().next_position);
       throw;
     }
     for (index_t layer = 0; layer < layers; ++layer) parts_.commit({layer, id}, choices[std::size_t(layer)]);

@@ -30,6 +30,15 @@ class step_order {
       }
     }
   }
+  /// Errors   the step has not decoded the layer.
+  void require_decoded(index_t layer, const batch& step, const conversations<Recipe>& known) const {
+    for (const index_t id : step.ids) {
+      const index_t next = known.progress({layer, id}).next_position,
+                    expected = known.sequence(id).step_began + step.tokens;
+      if (next != expected)
+        fail("tokens of a layer in the step", next, std::to_string(expected), "decode the layer first");
+    }
+  }
   void prepared(const batch&, conversations<Recipe>&) {}
   void decoded(index_t layer, const batch& step, conversations<Recipe>& known) { known.took_step(layer, step); }
 };

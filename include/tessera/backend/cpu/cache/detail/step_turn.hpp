@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "../../../../runtime/turn/conversations.hpp"
 #include "parts.hpp"
@@ -60,6 +61,30 @@ class step_turn {
     }
   }
 
+  /// Attention of other queries over what a layer has after `decode`; changes nothing.
+  template <class E>
+  void attend(index_t layer, const batch& step, const conversations<Recipe>& known, const rows_view<const E>& q,
+              const attention_output& output) {
+    for (index_t b = 0; b < step.sequences(); ++b) {
+      const sequence_layer owner{layer, step.ids[std::size_t(b)]};
+      const index_t first = known.progress(owner).next_position - step.tokens;
+      const rows_view<const E> queries = q.sequence(b);
+      const attention_output to{output.out.sequence(b), output.lse.sequence(b)};
+      const logit_rule rule = parts_.roles.rule(layer);
+      if (!parts_.roles.follows_recipe(layer)) {
+        decode_attention(parts_.store.view(owner), query_rows<E>{queries, &first}, rule, nullptr, to, *parts_.attending,
+                         *parts_.workers);
+        continue;
+      }
+      const planned<Recipe>& policies = known.sequence(owner.id).policies;
+      for (index_t m = 0, members = parts_.read_stage.members(owner); m < members; ++m) {
+        const group_member<E> part(queries, rule, m, members);
+        read(owner, policies, parts_.read_stage.view(owner, parts_.store, m), query_rows<E>{part.q, &first}, part.rule,
+             {every_head(to.out, m, members), every_head(to.lse, m, members)});
+      }
+    }
+  }
+
  private:
   template <class E>
   void decode_sequence(sequence_layer owner, const Recipe& recipe, const batch& step, index_t b,
@@ -109,13 +134,21 @@ class step_turn {
   void attend(sequence_layer owner, index_t b, const planned<Recipe>& policies, const View& view,
               const query_rows<E>& queries, const logit_rule& rule, const attention_output& output,
               index_t member = 0) {
+    const auto [chosen, bytes] = read(owner, policies, view, queries, rule, output);
+    parts_.log.note(b, view, chosen, parts_.store.token_bytes(), bytes + parts_.store.uneven_bytes(view, chosen),
+                    member, parts_.read_stage.members(owner));
+  }
+  /// Returns the slots that were attended, null: all, and the bytes that were read beside them.
+  template <class View, class E>
+  std::pair<const selection_view*, offset_t> read(sequence_layer owner, const planned<Recipe>& policies,
+                                                  const View& view, const query_rows<E>& queries,
+                                                  const logit_rule& rule, const attention_output& output) {
     offset_t bytes = 0;
     const selection_view* chosen =
         parts_.read_stage.choose(owner, view, queries, rule, policies, bytes, *parts_.workers);
     decode_attention(view, queries, rule, chosen, output, *parts_.attending, *parts_.workers);
-    parts_.log.note(b, view, chosen, parts_.store.token_bytes(), bytes + parts_.store.uneven_bytes(view, chosen),
-                    member, parts_.read_stage.members(owner));
     parts_.read_stage.complete(owner, view, queries.q.tokens, output.out);
+    return {chosen, bytes};
   }
 
   parts_type& parts_;

@@ -41,6 +41,14 @@ class extrema_reader {
     own.pages.reset(heads_, own.pages.page());
   }
 
+  /// Sums are added anew, slot by slot, which gives the bits that they had.
+  void truncate(std::size_t index, const host_vector<index_t>& lengths) {
+    entry& own = entries_[index];
+    own.pages.truncate(lengths);
+    std::fill(own.sums.begin(), own.sums.end(), 0.0);
+    std::fill(own.summed.begin(), own.summed.end(), 0);
+  }
+
   /// `moved`: slots hold other rows than before, so that the index is built anew.
   template <class View>
   void refresh(std::size_t index, const View& view, const planned<Recipe>& policies, bool moved) {

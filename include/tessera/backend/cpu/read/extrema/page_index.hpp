@@ -68,6 +68,13 @@ class page_index {
     }
   }
 
+  /// Forgets slots that heads of these lengths do not have, and the page that they began.
+  void truncate(const host_vector<index_t>& lengths) {
+    for (std::size_t h = 0; h < filled_.size(); ++h) {
+      if (filled_[h] > lengths[h]) filled_[h] = lengths[h] / page_ * page_;
+    }
+  }
+
   /// Valid until the index changes.
   page_extrema_view<const T, D> view() const { return {data_.data(), page_, 0, begins_.data(), capacities_.data()}; }
 

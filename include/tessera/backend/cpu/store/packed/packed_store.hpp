@@ -8,6 +8,7 @@
 
 #include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/sequence_layer.hpp"
+#include "../../kernel/scratch.hpp"
 #include "../kv_store.hpp"
 #include "pack_rows.hpp"
 #include "segment_searches.hpp"
@@ -71,9 +72,9 @@ class kv_store<Layout> {
         std::fill(counts->begin(), counts->end(), 0);
       stored.beside.clear();
       host_vector<segment_pointer>().swap(stored.segments);
-      stored.pending.reset();
-      stored.window_queries = {};
-      stored.prompt_tokens = 0;
+      stored.pending->reset();
+      forget_prompt({layer, id});
+      stored.since_packing = 0;
     }
   }
 
@@ -112,6 +113,7 @@ class kv_store<Layout> {
     cpu::append(whole_.view(order_.index(owner), stored.whole), k, v);
     for (index_t& length : stored.lengths) length += k.tokens;
     for (index_t& length : stored.whole) length += k.tokens;
+    stored.since_packing += k.tokens;
   }
   /// `observe_prompt` counts `tokens` appended tokens of a turn's prompt, and keeps the squares of its last queries, by
   /// which channels are chosen. `plan_observation` allocates their memory first.
@@ -129,20 +131,35 @@ class kv_store<Layout> {
   /// Removes tokens from `first_position` on, none of which is packed, and forgets plans. Needs no memory.
   void abandon(sequence_layer owner, index_t first_position) {
     stored_tokens& stored = stored_[owner];
-    stored.pending.reset();
+    stored.pending->reset();
     searches_.forget_prepared(owner);
+    index_t removed = 0;
     for (index_t h = 0; h < heads_; ++h) {
       index_t& length = stored.lengths[std::size_t(h)];
-      while (length > 0 && stored.beside.position(h, length - 1) >= first_position) --length;
+      for (removed = 0; length > 0 && stored.beside.position(h, length - 1) >= first_position; ++removed) --length;
       stored.whole[std::size_t(h)] = length - stored.packed[std::size_t(h)];
     }
+    stored.since_packing -= removed;
+  }
+  void truncate(sequence_layer owner, index_t first_position) {
+    abandon(owner, first_position);
+    whole_.truncate(order_.index(owner), stored_[owner].whole);
+  }
+  /// Tokens that came before rows were packed are settled: without them the same rows would still be whole.
+  index_t settled(sequence_layer owner, index_t next) const {
+    return stored_[owner].segments.empty() ? 0 : next - stored_[owner].since_packing;
+  }
+  /// Forgets what was observed of a prompt that is taken back.
+  void forget_prompt(sequence_layer owner) {
+    stored_[owner].window_queries = {};
+    stored_[owner].prompt_tokens = 0;
   }
 
   void plan_keep(sequence_layer owner) {
     stored_tokens& stored = stored_[owner];
     stored.beside.plan_keep(stored.lengths);
     for (segment_pointer& segment : stored.segments) make_unique(segment);
-    stored.retained_rows.reset(stored.whole);
+    stored.retained_rows->reset(stored.whole);
   }
 
   /// As the plain store's, after `plan_keep`. The remaining rows of a segment move next to each other. The mean of a
@@ -151,7 +168,7 @@ class kv_store<Layout> {
     stored_tokens& stored = stored_[owner];
     if (chosen.counts == stored.lengths) return false;
     plan_keep(owner);
-    selection& whole = stored.retained_rows;
+    selection& whole = *stored.retained_rows;
     bool loses = false;  // rows of segments
     for (index_t h = 0; h < heads_; ++h) {
       const index_t* slots = chosen.row(h);
@@ -174,7 +191,7 @@ class kv_store<Layout> {
     std::copy(chosen.counts.begin(), chosen.counts.end(), stored.lengths.begin());
     for (const segment_pointer& segment : stored.segments) {
       // rows that join it need its spare memory
-      if (stored.pending && stored.pending->joins && segment == stored.segments.back()) continue;
+      if (*stored.pending && (*stored.pending)->joins && segment == stored.segments.back()) continue;
       segment->shrink();
     }
     return true;
@@ -189,13 +206,13 @@ class kv_store<Layout> {
   /// Errors   rows that have no basis: tessera::error.
   void plan_packing(sequence_layer owner, const selection* retained, bool prompt_ends, executor& workers) {
     stored_tokens& stored = stored_[owner];
-    stored.pending.reset();
+    stored.pending->reset();
     searches_.forget_prepared(owner);
     const row_lists due = due_rows(stored, retained, prompt_ends);
     index_t longest = 0;
     for (const auto& list : due) longest = (std::max)(longest, index_t(list.size()));
     if (longest == 0) {
-      if (prompt_ends) stored.pending.emplace().prompt_ended = true;
+      if (prompt_ends) stored.pending->emplace().prompt_ended = true;
       return;
     }
     const auto whole = whole_.view(order_.index(owner), stored.whole);
@@ -232,16 +249,17 @@ class kv_store<Layout> {
     }
     stored.segments.reserve(stored.segments.size() + made.segments.size());
     made.left.reset(stored.whole);
-    stored.pending = std::move(made);
+    *stored.pending = std::move(made);
   }
 
   /// Replaces rows by the planned segments, after `keep`.
   void commit_packing(sequence_layer owner, executor& workers) {
     stored_tokens& stored = stored_[owner];
-    if (!stored.pending) return;
-    packing& made = *stored.pending;
+    if (!*stored.pending) return;
+    packing& made = **stored.pending;
     if (made.prompt_ended) stored.window_queries = {}, stored.prompt_tokens = 0;
-    if (made.segments.empty()) return stored.pending.reset();
+    if (made.segments.empty()) return stored.pending->reset();
+    stored.since_packing = 0;
     if (made.joins) {
       stored.segments.back()->join(*made.segments.front());
     } else {
@@ -256,7 +274,7 @@ class kv_store<Layout> {
     }
     whole_.keep(order_.index(owner), stored.whole, made.left, workers);
     std::copy(made.left.counts.begin(), made.left.counts.end(), stored.whole.begin());
-    stored.pending.reset();
+    stored.pending->reset();
   }
 
   /// Between two steps: replaces a segment by the result of its search, and ends a segment that is full.
@@ -315,25 +333,14 @@ class kv_store<Layout> {
     stored_tokens() = default;
     stored_tokens(index_t kv_heads, const column_set& with)
         : lengths(std::size_t(kv_heads), 0), packed(lengths), whole(lengths), beside(kv_heads, with) {}
-    stored_tokens(const stored_tokens& other)
-        : lengths(other.lengths),
-          packed(other.packed),
-          whole(other.whole),
-          beside(other.beside),
-          segments(other.segments),
-          window_queries(other.window_queries),
-          prompt_tokens(other.prompt_tokens) {}
-    stored_tokens(stored_tokens&&) noexcept = default;
-    stored_tokens& operator=(stored_tokens&&) noexcept = default;
-    stored_tokens& operator=(const stored_tokens& other) { return *this = stored_tokens(other); }
-
     host_vector<index_t> lengths, packed, whole;  // by kv_head; the first is the sum of the others
     columns beside;
     host_vector<segment_pointer> segments;
     window_squares window_queries;
     index_t prompt_tokens = 0;  // of the present turn
-    std::optional<packing> pending;
-    selection retained_rows;  // whole rows that `keep` keeps
+    index_t since_packing = 0;  // tokens since rows were packed last
+    scratch<std::optional<packing>> pending;
+    scratch<selection> retained_rows;  // whole rows that `keep` keeps
   };
 
   /// Rows that are due, by kv_head: the oldest whole ones of those that stay.

@@ -74,25 +74,44 @@ class prompt_turn {
                          stream);
   }
 
-  /// Called when a prompt of `tokens` tokens has been through a layer. Does the work that needs no other layer.
-  void end_layer(sequence_layer owner, const Recipe& recipe, index_t tokens, cudaStream_t stream) {
+  /// Called when a prompt has been through a layer. Does the work that needs no other layer.
+  void end_layer(sequence_layer owner, const Recipe& recipe, const planned<Recipe>& policies, bool due,
+                 const prompt_reach& reach, cudaStream_t stream) {
     parts_.order.require_none_under_way();
+    if constexpr (chooses_by_layer<Recipe>) {
+      parts_.read_stage.require_covered(policies);
+      const sequence_layers choosing = plan_choice({owner}, policies, due, reach, stream);
+      const index_t* next = set_number(parts_.chunk_position.data(), reach.end, stream);
+      kept_slots kept;
+      for (const sequence_layer each : choosing) choose(each, policies, due, reach, next, kept, stream);
+    }
     parts_.slide({owner}, stream);
     if (parts_.roles.follows_recipe(owner.layer) && packs_by_layer(recipe))
-      parts_.store.pack_layer(owner, tokens, stream);
+      parts_.store.pack_layer(owner, reach.prompt_tokens(), stream);
   }
 
   /// Called when a prompt has ended. Where `due`, each layer keeps what the budget allows, or a filter lets it through.
-  void end(index_t id, const planned<Recipe>& policies, bool due, const prompt_reach& reach, cudaStream_t stream) {
+  /// `state` says how far each layer's chunks have chosen, and where the prompt has ended already.
+  void end(index_t id, const planned<Recipe>& policies, bool due, const sequence_state<Recipe>& state,
+           cudaStream_t stream) {
+    const prompt_reach all = state.front().reach();
     parts_.read_stage.require_covered(policies);
-    const sequence_layers choosing = plan_choice(id, policies, due, reach, stream);
+    if (due) parts_.first.count_over_model(id, parts_.store, policies, parts_.roles, stream);
+    sequence_layers waiting;
+    for (const sequence_layer owner : parts_.all_layers({id})) {
+      if (!chooses_by_layer<Recipe> || !state.layers[std::size_t(owner.layer)].ended) waiting.push_back(owner);
+    }
+    const sequence_layers choosing = plan_choice(waiting, policies, due, all, stream);
     parts_.plan_beside_step(parts_.store, [&] {
-      parts_.store.plan_packing(parts_.all_layers({id}), reach.prompt_tokens(),
+      parts_.store.plan_packing(parts_.all_layers({id}), all.prompt_tokens(),
                                 stream);  // the last call that can throw
     });
-    set_number(parts_.next.data() + id, reach.end, stream);
+    const index_t* next = set_number(parts_.next.data() + id, all.end, stream);
     kept_slots kept;  // of the previous layer; a layer that reuses this choice comes next
-    for (const sequence_layer owner : choosing) choose(owner, policies, due, reach, kept, stream);
+    for (const sequence_layer owner : choosing) {
+      const prompt_reach reach = state.layers[std::size_t(owner.layer)].reach();
+      choose(owner, policies, due, reach, next, kept, stream);
+    }
     parts_.store.commit_packing(stream);
     parts_.read_stage.set_plan(id, policies, stream);
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
@@ -109,17 +128,16 @@ class prompt_turn {
     return parts_.first.choose(owner, parts_.store, policies, parts_.roles.rule(owner.layer), reach, next, member,
                                stream);
   }
-  /// Plans what the layers of a sequence keep, or let through. Returns the layers that have something to do.
-  sequence_layers plan_choice(index_t id, const planned<Recipe>& policies, bool due, const prompt_reach& reach,
-                              cudaStream_t stream) {
-    if (due) parts_.first.count_over_model(id, parts_.store, policies, parts_.roles, stream);
+  /// Plans what layers keep, or let through. Returns those that have something to do.
+  sequence_layers plan_choice(const sequence_layers& waiting, const planned<Recipe>& policies, bool due,
+                              const prompt_reach& reach, cudaStream_t stream) {
     sequence_layers owners;
     host_vector<kept_bound> kept;
-    for (index_t layer = 0; (due || filters) && layer < parts_.shape.layers; ++layer) {
-      const sequence_layer owner{layer, id};
-      if (!parts_.roles.follows_recipe(layer)) continue;
+    for (const sequence_layer owner : waiting) {
+      const index_t layer = owner.layer;
+      if (!(due || filters) || !parts_.roles.follows_recipe(layer)) continue;
       const token_bound held = parts_.store.bound(owner);
-      const sequence_layer chooser{choosing_layer<Recipe>(layer, policies, parts_.roles), id};
+      const sequence_layer chooser{choosing_layer<Recipe>(layer, policies, parts_.roles), owner.id};
       if (!filters && parts_.first.keeps_everything(chooser, held, policies)) continue;
       owners.push_back(owner);
       // Only the device knows how many columns join.
@@ -134,16 +152,16 @@ class prompt_turn {
       parts_.plan_beside_step(parts_.store, [&] { parts_.store.plan_keep(owners, kept, stream); });
     return owners;
   }
-  /// A layer keeps the chosen slots, or lets them through. `kept`: the previous layer's choice, for a layer that reuses
-  /// it. Where the schedule is not `due`, a filter lets everything through.
+  /// A layer keeps the chosen slots, or lets them through. The next token will be at *next. `kept`: the previous
+  /// layer's choice, for a layer that reuses it. Where the schedule is not `due`, a filter lets everything through.
   void choose(sequence_layer owner, const planned<Recipe>& policies, bool due, const prompt_reach& reach,
-              kept_slots& kept, cudaStream_t stream) {
+              const index_t* next, kept_slots& kept, cudaStream_t stream) {
     const index_t chooser = choosing_layer<Recipe>(owner.layer, policies, parts_.roles);
     for (index_t m = 0; m < parts_.first.members().count(); ++m) {
       if (!due) {
         kept = {{nullptr, parts_.store.lengths(owner)}, {parts_.store.bound(owner), {}}};
       } else if (chooser == owner.layer) {
-        kept = chosen(owner, policies, reach, parts_.next.data() + owner.id, m, stream);
+        kept = chosen(owner, policies, reach, next, m, stream);
       }
       if (!filters) return parts_.store.keep(owner, kept, stream);
       const joined_columns columns = due ? parts_.prompts.columns(chooser) : joined_columns{};

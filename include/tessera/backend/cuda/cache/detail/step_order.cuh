@@ -62,6 +62,13 @@ class step_order {
     require(layer >= next_layer_, "layer of a step", layer, "one behind those that the step has been through",
             "decode every layer, in order, in every step");
   }
+  /// Errors   the step has not been through the layer.
+  void require_decoded(index_t layer, const batch& step, cudaStream_t stream) const {
+    require_prepared(step);
+    if (is_recorded(stream)) return;
+    require(layer < next_layer_, "layer of a step", layer, "one that the step has been through",
+            "decode the layer first");
+  }
   void decoded(index_t layer, cudaStream_t stream) {
     if (is_recorded(stream))
       sees_all_ = false;

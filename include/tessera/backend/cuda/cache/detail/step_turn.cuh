@@ -71,6 +71,17 @@ class step_turn {
     if (step.evicts_last) choose(layer, step, policies, all, 0, stream);
   }
 
+  /// Attention of other queries over what a layer has after `decode`; changes nothing.
+  void attend(index_t layer, const Recipe& recipe, const batch& step, const rows_view<const T>& q,
+              const rows_view<Out>& out, const rows_view<float>& lse, cudaStream_t stream) {
+    const view_type all = parts_.store.batch_view(layer, step.sequences());
+    selection_view chosen{};
+    if (parts_.roles.follows_recipe(layer)) return read(layer, recipe, all, q, out, lse, chosen, stream);
+    parts_.step_attention.step(
+        decode_problem<view_type, Out>{all, q, parts_.first_position.data(), parts_.roles.rule(layer), out, lse, {}},
+        stream);
+  }
+
  private:
   void make_room(const sequence_layers& owners, const batch& step, const conversations<Recipe>& known,
                  cudaStream_t stream) {

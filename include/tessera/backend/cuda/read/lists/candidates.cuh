@@ -177,6 +177,7 @@ class no_candidates {
   void plan_copy(index_t, index_t) {}
   void commit_copy(index_t, index_t, cudaStream_t) {}
   void grew(sequence_layer, index_t) {}
+  void drop_newest(sequence_layer, index_t, cudaStream_t) {}
   void join(const step_table&, const id_column<index_t>&, index_t, index_t, cudaStream_t) const {}
   void clear(index_t, cudaStream_t) {}
   void end_lists(sequence_layer, cudaStream_t) {}
@@ -320,6 +321,14 @@ class candidates {
     held.longest += tokens;
     held.total += offset_t(heads_) * tokens;
     for (index_t m = 0; m < members_; ++m) pool_.grew(run_of(owner, m), tokens);
+  }
+  /// Removes the newest `tokens` of every head, which steps added.
+  void drop_newest(sequence_layer owner, index_t tokens, cudaStream_t stream) {
+    grew(owner, -tokens);
+    for (index_t m = 0; m < members_; ++m) {
+      index_t* counts = counts_.entry(list_of(owner, m));
+      add_number(counts, counts, -tokens, heads_, stream);
+    }
   }
   /// Called when a batch's step begins: adds its tokens, which `lengths` count already, to the candidates of every
   /// layer. One launch a step.

@@ -112,6 +112,14 @@ class kv_store<Layout> {
     whole_.resize(tokens, stream);
   }
   void grew(sequence_layer owner, index_t tokens) { whole_.grew(owner, tokens); }
+  void drop_newest(sequence_layer owner, index_t tokens) { whole_.drop_newest(owner, tokens); }
+  /// Tokens that came before rows were packed are settled: without them the same rows would still be whole.
+  index_t settled(sequence_layer owner, index_t next) const {
+    return packed_rows_of(owner) == 0 ? 0 : next - whole_.since_choice(owner);
+  }
+  void forget_prompt(sequence_layer owner) {
+    if (packs(owner.layer)) maker_.forget(packed_owner(owner));
+  }
 
   void append_rows(const view_type& view, const rows_view<const T>& k, const rows_view<const T>& v,
                    const index_t* first_position, const new_segments& text, cudaStream_t stream) const {
@@ -204,9 +212,7 @@ class kv_store<Layout> {
       }
     }
     drop_oldest(made.oldest, stream);
-    for (const sequence_layer owner : made.ended) {
-      if (packs(owner.layer)) maker_.forget(packed_owner(owner));
-    }
+    for (const sequence_layer owner : made.ended) forget_prompt(owner);
   }
 
   /// Called when a prompt of `prompt` tokens has been through a layer. Makes its new segments on a second stream. No
@@ -302,14 +308,7 @@ class kv_store<Layout> {
   }
   /// Logical positions by kv_head, ascending. The position of a packed row is its slot. Synchronises.
   host_vector<host_vector<index_t>> downloaded_positions(sequence_layer owner) const {
-    auto all = whole_.downloaded_positions(owner);
-    const index_t packed = packed_rows_of(owner);
-    for (host_vector<index_t>& head : all) {
-      for (index_t& position : head) position += with_.positions ? 0 : packed;
-      head.insert(head.begin(), std::size_t(packed), 0);
-      std::iota(head.begin(), head.begin() + packed, 0);
-    }
-    return all;
+    return with_packed_positions(whole_.downloaded_positions(owner), packed_rows_of(owner), with_.positions);
   }
   /// The slots of chosen blocks, and those behind them.
   host_vector<index_t> slots_of_blocks(sequence_layer owner, const host_vector<index_t>& blocks) const {

@@ -28,6 +28,9 @@ class extrema_reader : public slot_reader {
   static constexpr index_t room_step = 16;  // pages: vector loads stay inside a row
 
  public:
+  /// Sums of V are rounded in the order in which steps added them.
+  static constexpr bool steps_are_settled = averages;
+
   extrema_reader(const Recipe& recipe, const model_shape& shape, const cache_options& options,
                  const device_info& device)
       : shape_(shape),
@@ -161,10 +164,17 @@ class extrema_reader : public slot_reader {
     return read_plan::fitted_to(policies.read.scorer, policies.plan.read);
   }
   static read_bounds bounds_of(const Recipe& recipe, const cache_options& options, read_bounds bounds) {
+    const auto fitted = [&](const stage_plan& given) {
+      return read_plan::fitted_to(recipe.retrieve.planned(given, k_dim).scorer, given.read);
+    };
     for_each_plan(recipe, options, [&](const stage_plan& given) {
-      const auto fitted = recipe.retrieve.planned(given, k_dim);
-      bounds.cover(read_plan::fitted_to(fitted.scorer, given.read), (std::min)(options.tokens, given.capacity + 16));
+      const offset_t tokens = (std::min<offset_t>)(options.tokens, offset_t(given.capacity) + 16);
+      bounds.cover(fitted(given), index_t(tokens));
     });
+    if (Recipe::retain_type::drops) {  // dropped tokens count into plans: pages may be larger, rows are not longer
+      for_each_plan(recipe, options.tokens, max_tokens,
+                    [&](const stage_plan& given) { bounds.cover(fitted(given), 0); });
+    }
     return bounds;
   }
   /// Elements of one row of the index, whatever the page.

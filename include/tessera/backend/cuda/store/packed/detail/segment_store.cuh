@@ -457,6 +457,18 @@ void require_packable(const Layout& layout, index_t block) {
   }
 }
 
+/// Puts the positions of `packed` packed rows, which are their slots, before those of each head's whole rows.
+/// `are_stored`: positions of whole rows come from a column; else they count from 0.
+inline host_vector<host_vector<index_t>> with_packed_positions(host_vector<host_vector<index_t>> all, index_t packed,
+                                                               bool are_stored) {
+  for (host_vector<index_t>& head : all) {
+    for (index_t& position : head) position += are_stored ? 0 : packed;
+    head.insert(head.begin(), std::size_t(packed), 0);
+    std::iota(head.begin(), head.begin() + packed, 0);
+  }
+  return all;
+}
+
 /// The number of each layer among those that pack, or no_index.
 struct packing_layers {
   host_vector<index_t> number;

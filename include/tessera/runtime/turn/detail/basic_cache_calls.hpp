@@ -1,0 +1,179 @@
+// What the calls of a cache do, in which order. Their contracts stand in basic_cache.hpp.
+#pragma once
+
+#include "../basic_cache.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+template <class Recipe, class Backend>
+void basic_cache<Recipe, Backend>::set_budget(index_t tokens, default_queue queue) {
+  const default_float_mode mode;
+  Recipe changed = recipe_;
+  changed.set_budget(tokens);
+  changed.check();
+  conversations_.check_budget_change();
+  backend_.follow_budget(changed, queue);
+  recipe_ = changed;
+  conversations_.follow_budget(recipe_);
+  backend_.follow_plans(conversations_, queue);
+}
+
+template <class Recipe, class Backend>
+index_t basic_cache<Recipe, Backend>::open(default_queue queue) {
+  const default_float_mode mode;
+  conversations_.require_room(backend_.max_sequences());
+  backend_.open(conversations_.next_id(), planned<Recipe>(recipe_, 0), queue);
+  return conversations_.open(recipe_);
+}
+
+template <class Recipe, class Backend>
+index_t basic_cache<Recipe, Backend>::fork(index_t id, default_queue queue) {
+  const default_float_mode mode;
+  conversations_.check_fork(id);
+  conversations_.require_room(backend_.max_sequences());
+  backend_.check_fork(id);
+  const index_t copy = conversations_.next_id();
+  backend_.fork(id, copy, conversations_.sequence(id).policies, queue);
+  try {
+    return conversations_.fork(id);
+  } catch (...) {
+    backend_.close(copy, queue);
+    throw;
+  }
+}
+
+template <class Recipe, class Backend>
+index_t basic_cache<Recipe, Backend>::fork(index_t id, index_t position, default_queue queue) {
+  const default_float_mode mode;
+  const truncation plan = plan_truncation(id, position);
+  const index_t copy = fork(id, queue);
+  carry_out(copy, plan, queue);
+  return copy;
+}
+
+template <class Recipe, class Backend>
+void basic_cache<Recipe, Backend>::announce(index_t id, index_t tokens) {
+  const default_float_mode mode;
+  const planned<Recipe> policies = conversations_.plan_announced(recipe_, id, tokens);
+  if constexpr (Backend::in_groups) backend_.reserve_pages(id, backend_.plan_pages(id, recipe_, policies, tokens).peak);
+  conversations_.announce(id, tokens, policies);
+}
+
+template <class Recipe, class Backend>
+template <class K, class V, class Q>
+void basic_cache<Recipe, Backend>::prefill(index_t layer, index_t id, const rows_view<Q>& q, const rows_view<K>& k,
+                                           const rows_view<V>& v, queue_type queue,
+                                           std::span<const std::uint8_t> boundaries) {
+  const default_float_mode mode;
+  const sequence_layer owner{layer, id};
+  const read_rows<Q, K, V> queries = q, keys = k, values = v;
+  conversations_.check_chunk(recipe_, owner, queries, keys, values);
+  const prompt_chunk chunk{conversations_.progress(owner).next_position,
+                           conversations_.progress(owner).turn_tokens == 0,
+                           conversations_.check_boundaries(owner, boundaries, k.tokens)};
+  const planned<Recipe>& policies = conversations_.sequence(id).policies;
+  backend_.check_chunk(owner, queries);
+  if (chunk.begins && layer == 0) backend_.begin_prompt(id, queue);  // before the turn's rows join what is open
+  if (conversations_.chunk_is_due(recipe_, owner, k.tokens)) {
+    const index_t reconsidered = conversations_.reconsidered_tokens(owner);
+    backend_.end_chunk(owner, policies, conversations_.reach(owner), reconsidered, queue);
+    conversations_.ended_chunk(owner, reconsidered);
+  }
+  if (layer == 0 && conversations_.sequence(id).announced == 0) backend_.expect_chunk(id, k.tokens);  // for all layers
+  backend_.append_chunk(owner, policies, chunk, queries, keys, values, queue);
+  conversations_.took_chunk(owner, k.tokens, chunk.marks);
+}
+
+template <class Recipe, class Backend>
+template <class Q>
+void basic_cache<Recipe, Backend>::prefill_attention(index_t layer, index_t id, const rows_view<Q>& q,
+                                                     const rows_view<Out>& out, const rows_view<float>& lse,
+                                                     queue_type queue) {
+  const default_float_mode mode;
+  const sequence_layer owner{layer, id};
+  const read_rows<Q> queries = q;
+  conversations_.check_prompt_attention(owner, queries, out, lse);
+  backend_.attend_chunk(owner, recipe_, conversations_.progress(owner).next_position - q.tokens, queries, out, lse,
+                        queue);
+}
+
+template <class Recipe, class Backend>
+template <class Q, class K, class V>
+void basic_cache<Recipe, Backend>::reread(index_t layer, index_t id, index_t first, index_t count,
+                                          const rows_view<Q>& q, const rows_view<K>& k, const rows_view<V>& v,
+                                          const rows_view<Out>& out, queue_type queue)
+    requires(Recipe::retain_type::rereads || !has_queue) {
+  const default_float_mode mode;
+  const sequence_layer owner{layer, id};
+  const read_rows<Q, K, V> queries = q, keys = k, values = v;
+  conversations_.check_rereading(owner, first, count, queries, keys, values, out);
+  const reread_part part{first, first + count, conversations_.progress(owner).next_position};
+  backend_.reread(owner, conversations_.sequence(id).policies, part, queries, keys, values, out, queue);
+}
+
+template <class Recipe, class Backend>
+void basic_cache<Recipe, Backend>::end_layer(index_t layer, index_t id, queue_type queue) {
+  const default_float_mode mode;
+  const sequence_layer owner{layer, id};
+  conversations_.check_layer_end(owner);
+  const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
+  backend_.end_layer(owner, recipe_, conversations_.plan_layer_end(recipe_, owner), due, conversations_.reach(owner),
+                     queue);
+  conversations_.end_layer(owner);
+}
+
+template <class Recipe, class Backend>
+void basic_cache<Recipe, Backend>::end_prefill(index_t id, queue_type queue) {
+  const default_float_mode mode;
+  const planned<Recipe> policies = conversations_.plan_prompt_end(recipe_, id);
+  const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
+  backend_.end_prompt(id, recipe_, policies, due, conversations_.sequence(id), queue);
+  conversations_.end_prompt(id, policies);
+}
+
+template <class Recipe, class Backend>
+batch basic_cache<Recipe, Backend>::prepare_step(const host_vector<index_t>& ids, index_t tokens, queue_type queue,
+                                                 std::span<const std::uint8_t> boundaries) {
+  const default_float_mode mode;
+  batch step = conversations_.plan_step(recipe_, ids, tokens, backend_.max_step_tokens(), boundaries);
+  backend_.prepare_step(recipe_, step, conversations_, queue);
+  step = conversations_.begin_step(std::move(step));
+  backend_.begin_counting(step, conversations_);
+  return step;
+}
+
+template <class Recipe, class Backend>
+template <class Q, class K, class V>
+void basic_cache<Recipe, Backend>::decode(index_t layer, const batch& step, const rows_view<Q>& q,
+                                          const rows_view<K>& k, const rows_view<V>& v, const rows_view<Out>& out,
+                                          const rows_view<float>& lse, queue_type queue) {
+  const default_float_mode mode;
+  const read_rows<Q, K, V> queries = q, keys = k, values = v;
+  conversations_.check_step(layer, step, queries, keys, values, out, lse);
+  backend_.require_layer(layer, step, conversations_, queue);
+  backend_.decode(layer, recipe_, step, conversations_, queries, keys, values, out, lse, queue);
+  backend_.count_layer(layer, step, conversations_, queue);
+}
+
+template <class Recipe, class Backend>
+template <class Q>
+void basic_cache<Recipe, Backend>::attend(index_t layer, const batch& step, const rows_view<Q>& q,
+                                          const rows_view<Out>& out, const rows_view<float>& lse, queue_type queue) {
+  const default_float_mode mode;
+  const read_rows<Q> queries = q;
+  require(!Recipe::retrieve_type::adds_up, "method", "one whose steps add up queries or values",
+          "one whose steps only read", "decode the layer with keys and values of its own");
+  conversations_.check_queries(layer, step, queries, out, lse);
+  backend_.require_decoded(layer, step, conversations_, queue);
+  backend_.attend(layer, recipe_, step, conversations_, queries, out, lse, queue);
+}
+
+template <class Recipe, class Backend>
+capacity basic_cache<Recipe, Backend>::bound(index_t prompt, index_t answer, index_t chunk) const {
+  const turn_extent turn{prompt, answer, chunk == 0 ? prompt : chunk, backend_.max_step_tokens()};
+  turn.check();
+  const planned<Recipe> policies = conversations_.plan_first(recipe_, prompt);
+  return backend_.upper_bound(recipe_, policies, layer_peaks(recipe_, policies, backend_.roles(), shape_, turn));
+}
+
+TESSERA_NAMESPACE_END
