@@ -67,6 +67,9 @@ concept backend_attending =
 ///   max_sequences(), max_step_tokens()              0: no bound; tokens of a step
 ///   open(id, policies, queue), close(id, queue)     `close` needs no memory
 ///   check_fork(id), fork(id, copy, policies, queue) where it throws, `copy` is closed
+///   settled(id, next)                               the smallest position that a sequence of `next` tokens can go
+///                                                   back to, as far as rows and index decide it
+///   check_truncation(id), truncate(id, plan, queue) takes back its newest tokens; `truncate` needs no memory
 ///   follow_budget(recipe, queue)                    replaces memory that depends on the budget
 ///   follow_plans(sequences, queue)                  the policies of every sequence have changed
 ///   check_chunk(owner, q), begin_prompt(id, queue), expect_chunk(id, tokens)
@@ -101,6 +104,13 @@ constexpr bool check_backend() {
       },
       "tessera: a backend must open, close and copy sequences: open(id, policies, queue), close(id, queue), "
       "check_fork(id), fork(id, copy, policies, queue)");
+  static_assert(
+      requires(B& b, const Sequences& known, index_t n, typename B::default_queue q) {
+        { b.settled(n, n) } -> std::same_as<index_t>;
+        b.check_truncation(n);
+        b.truncate(n, known.plan_truncation(n, n, n), q);
+      },
+      "tessera: a backend must take back tokens: settled(id, next), check_truncation(id), truncate(id, plan, queue)");
   static_assert(
       requires(B& b, const recipe& r, const Sequences& known, typename B::default_queue q) {
         b.follow_budget(r, q);

@@ -209,10 +209,11 @@ class checked_calls : public prompt_calls {
   }
 
   /// Steps, or a chunk of a prompt, that only the cache makes, and takes back. From then on its twin must still go on
-  /// alike, to the bit.
+  /// alike, to the bit. Not in tight pools: a detour leaves rows in other places, and less room may be in one piece.
   bool detour(const cache_call& call) {
     const index_t tokens = call.q.tokens;
-    bool possible = !call.ids.empty() && call.q.sequences == index_t(call.ids.size()) && !is_under_way() && tokens >= 1;
+    bool possible = !limits_.is_tight && !call.ids.empty() && call.q.sequences == index_t(call.ids.size()) &&
+                    !is_under_way() && tokens >= 1;
     possible = possible && (call.first > 0 ? tokens <= limits_.step_tokens && (!method_.exact || method_.read >= tokens)
                                            : call.ids.size() == 1);
     for (const index_t id : call.ids) {

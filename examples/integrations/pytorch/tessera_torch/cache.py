@@ -6,24 +6,15 @@ one operator: store, choose, attend.
 """
 import contextlib
 import copy
-import inspect
 import weakref
 
 import torch
 import transformers
 
-from . import build, generation, model_facts, rope
+from . import build, drafts, generation, model_facts, rereading, rope
 from .attention import NAME
-from .layers import Handed, Layer, refuse
+from .layers import Handed, Layer, refuse, refuse_going_back
 from .rows import Rows
-
-NO_TEXT = ("text of the prompt is not known; expected it, as the method reads prompts again before they end; "
-           "call read_text(model, tokenizer) on the cache, and the model with input_ids")
-
-
-def cache_keyword(model):
-    """By which name a model takes its cache: another one since transformers 5.24."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class TesseraCache(transformers.Cache):
@@ -33,12 +24,14 @@ class TesseraCache(transformers.Cache):
     method:      a name of tessera_torch.methods(), or a Policy
     budget:      what the method keeps, or reads in a step, of each kv_head; None: the method's default
     max_length:  most tokens of a conversation; CUDA takes memory for them, the CPU as they come (None: the model's)
+    draft_tokens: of a draft that a step may check, 0 to 7; CUDA takes scratch memory for them, the CPU takes 7. None: 7 if generate
+                 with an assistant or prompt lookup makes the first call, else 0
     profile:     what was found once for the heads of this model, for a method that goes by it: the file of `tessera calibrate`
                  or `tessera heads`, or its numbers, [layers][kv_heads]
     parameters:  the method's own, by the names that tessera_torch.parameters(method) shows
     """
 
-    def __init__(self, config, method="full", budget=None, max_length=None, profile=None, **parameters):
+    def __init__(self, config, method="full", budget=None, max_length=None, profile=None, draft_tokens=None, **parameters):
         text = config.get_text_config(decoder=True)
         if text._attn_implementation != NAME:
             raise ValueError(f"attention of the model is '{text._attn_implementation}'; expected '{NAME}'; load the model "
@@ -52,6 +45,9 @@ class TesseraCache(transformers.Cache):
         self.window, self.sliding_layers = model_facts.sliding_of(text)
         super().__init__(layers=self._layers())
         self.max_length = max_length
+        if draft_tokens not in (None, *range(generation.STEP_TOKENS)):
+            raise ValueError(f"draft_tokens is {draft_tokens}; expected 0 to {generation.STEP_TOKENS - 1}; check longer drafts in parts")
+        self._draft_tokens = draft_tokens
         self._longest = max_length or text.max_position_embeddings
         self._operators = build.operators()
         if isinstance(method, str):
@@ -78,6 +74,11 @@ class TesseraCache(transformers.Cache):
         self._rereads = False   # the method wants prompts to pass through the model once more before they end
         self._turn = None       # then the tokens of this turn's prompt, by sequence
         self._again = None      # while that happens: of each sequence what is read again
+        self._path = None       # of the method's library
+        self._began = 0         # columns when the prompt began that has not ended
+        self._ended = 0         # columns when the last prompt ended
+        self._is_cut = False    # a prompt that had ended was cut: the next call is a prompt's
+        self._rehearsal = None  # of a call with a draft: see drafts.py
         self.memory_of = None   # another object whenever what a captured step would read has moved
 
     # --- what transformers asks -----------------------------------------------------------------------------------------
@@ -136,6 +137,8 @@ class TesseraCache(transformers.Cache):
             self._begin(q, k, mask, scaling, softcap, sinks)
         elif layer != self._next_layer:
             raise ValueError(f"layer is {layer}; expected {self._next_layer}; run every layer, in order, in every call")
+        if self._rehearsal is not None and not self._rehearsal.runs:
+            return self._rehearsal.reply(layer, q)
         if (sliding_window is not None) != (layer in self.sliding_layers):
             raise ValueError(f"sliding window of layer {layer} is {sliding_window}; expected "
                              f"{self.window if layer in self.sliding_layers else None}; pass the cache this model's config")
@@ -154,6 +157,8 @@ class TesseraCache(transformers.Cache):
                 self._next_layer = 0  # the library checks before it changes anything
             raise
         self._next_layer = layer + 1
+        if self._rehearsal is not None:
+            self._rehearsal.note(layer, out)
         if layer + 1 == self.layer_count:
             self._next_layer = 0
             self.tokens += q.shape[2]
@@ -173,16 +178,25 @@ class TesseraCache(transformers.Cache):
                              f"was made for, {self._made_for}; make a cache for each")
         self._check_length(self.tokens + tokens)
         request = generation.request_for(self)
-        if request is not None:
-            self._check_request(request)
+        draft = None if request is None else request.draft
+        if request is not None and self._rehearsal is None:
+            self._check_request(request, q)
+            if draft is not None and not drafts.is_step(self, draft, tokens):
+                self._rehearsal = drafts.Rehearsal(self)
+                return self._rehearsal.run(draft, tokens)
         rows = Rows(mask, batch, tokens, self.tokens, self._padding)
         text = self._take_text(rows, (batch, tokens))
         flags = None if text is None else self._marks(text)
         if self._handle is None:
-            self._open(q, k, scaling, softcap, sinks)
+            self._open(q, k, scaling, softcap, sinks, draft is not None)
         self._make_room(tokens)
-        goes_on = self._reading_prompt or request is not None and request.prompt_goes_on
+        goes_on = self._reading_prompt or self._is_cut or request is not None and request.prompt_goes_on
         is_step = tokens == 1 and self.tokens > 0 and not goes_on
+        if draft is not None:
+            is_step = self._rehearsal is None or self._rehearsal.is_step
+        if is_step and tokens > self._step_tokens:
+            raise ValueError(f"tokens of a step are {tokens}; expected at most {self._step_tokens}; make the cache with "
+                             f"draft_tokens={tokens - 1}, at most {generation.STEP_TOKENS - 1}")
         if is_step and 0 in rows.last:
             raise ValueError("a step's token is masked; expected one token of every sequence; pad prompts, not answers")
         like = q.new_empty((0, 1, tokens))
@@ -196,7 +210,9 @@ class TesseraCache(transformers.Cache):
             self._operators.reserve(self._handle, self._coming)
             self._coming = 0
         if self._rereads and not is_step:
-            self._note_turn(text, rows)
+            rereading.note_turn(self, text, rows)
+        if not (is_step or self._in_prompt):
+            self._began = self.tokens
         self._in_prompt, self._rows, self._flags = not is_step, rows, flags
 
     def _take_text(self, rows, shape):
@@ -207,44 +223,17 @@ class TesseraCache(transformers.Cache):
         tokens = tokens.cpu()
         return tokens if rows.order is None else tokens.gather(1, rows.order.cpu())
 
-    def _note_turn(self, text, rows):
-        if text is None:
-            raise ValueError(NO_TEXT)
-        if not self._in_prompt:
-            self._turn = [[] for _ in rows.first]
-        for tokens, row, first, last in zip(self._turn, text.tolist(), rows.first, rows.last):
-            tokens += row[first:last]
-
-    @torch.no_grad()
-    def _read_again(self):
-        """This turn's prompts pass through the model once more, in parts, behind themselves; nothing of it stays."""
-        ends = self._operators.figures(self._handle)[:, 3].tolist()
-        parts = [self._repeated(tokens) for tokens in self._turn]
-        for i in range(max(map(len, parts))):
-            now = [of[i] if i < len(of) else (0, 0, []) for of in parts]
-            longest = max(len(text) for *_, text in now)
-            if self._room is not None:
-                self._operators.fit_memory(self._handle, longest)
-            ids = torch.tensor([text + [0] * (longest - len(text)) for *_, text in now], device=self._like.device)
-            place = torch.tensor(ends, device=ids.device)[:, None] + torch.arange(longest, device=ids.device)
-            begins = [end - len(tokens) + done for end, tokens, (done, *_) in zip(ends, self._turn, now)]
-            self._again = begins, [count for _, count, _ in now], [len(text) for *_, text in now]
-            try:
-                model = self._model().base_model
-                model(input_ids=ids, position_ids=place, use_cache=True, **{cache_keyword(model): self})
-            finally:
-                self._again = None
-        if self._room is not None:
-            self._operators.fit_memory(self._handle, self._room)
-
     def _check_length(self, tokens):
         if tokens > self._longest:
             raise ValueError(f"tokens of the conversation are {tokens}; expected at most {self._longest}; "
                              "shorten the prompt or raise max_length")
 
-    def _check_request(self, request):
+    def _check_request(self, request, q):
         """Before anything is stored: whether generate will come to its end with this cache."""
-        if request.mode not in generation.ONE_BY_ONE:
+        if request.draft is not None:
+            self._path = build.library(self.method, q.dtype, q.shape[-1], q.device.type)
+            self.takes_back or refuse_going_back("assisted generation")
+        elif request.mode not in generation.ONE_BY_ONE:
             refuse(request.mode.value.replace("_", " "))
         if request.needs:
             raise NotImplementedError(request.needs)
@@ -262,20 +251,33 @@ class TesseraCache(transformers.Cache):
                 self.fit_memory(min(max(tokens, 256), self._longest - self.tokens))
             self._room -= tokens
 
-    def _open(self, q, k, scaling, softcap, sinks):
+    @property
+    def takes_back(self):
+        """Whether tokens of an answer can be taken back under the method: see crop."""
+        return self._operators.fact(str(self._path or build.library(self.method, torch.float32, 64)), "takes_back")
+
+    def crop(self, tokens):
+        """Takes back the newest -tokens columns of the batch; above 0, all but so many (transformers 4). What follows has the bits
+        of a cache that never had them. Errors: ValueError where the method has settled one of them."""
+        drafts.crop(self, -tokens if tokens <= 0 else max(0, self.tokens - tokens))
+
+    def _open(self, q, k, scaling, softcap, sinks, checks_drafts):
         batch, q_heads, _, dim = q.shape
         if sinks is not None:
             self._sinks = torch.zeros(self.layer_count, q_heads, device=q.device)
-        path = build.library(self.method, q.dtype, dim, q.device.type)
-        self._rereads = self._operators.rereads(str(path))
+        path = self._path = build.library(self.method, q.dtype, dim, q.device.type)
+        self._rereads = self._operators.fact(str(path), "rereads")
         if self._rereads and self._repeated is None:
-            raise ValueError(NO_TEXT)
+            raise ValueError(rereading.NO_TEXT)
         longest = self._longest + (self._repeated.longest if self._rereads else 0)
+        most = generation.STEP_TOKENS
+        self._step_tokens = 1 + (checks_drafts * (most - 1) if self._draft_tokens is None else self._draft_tokens) if q.is_cuda else most
         with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
             self._own(self._operators.create(
                 str(path), self.layer_count, q_heads, k.shape[1], self.sliding_layers, self.window, scaling or 0.0,
                 softcap or 0.0, self.budget, self.settings, batch, longest, self._sinks, q.device,
-                rope.speeds(self._text_config, dim) if self._operators.turns_queries(str(path)) else [], self._profile))
+                rope.speeds(self._text_config, dim) if self._operators.fact(str(path), "turns_queries") else [], self._profile,
+                self._step_tokens))
         self._made_for = (q.dtype, q.device, batch)
         self._like = q.new_empty((0, 1, 1))
 
@@ -340,9 +342,10 @@ class TesseraCache(transformers.Cache):
         """Ends a turn's prompt now, so that its figures can be seen; the first step does it otherwise."""
         if self._in_prompt:
             if self._rereads:
-                self._read_again()
+                rereading.read_again(self)
             self._operators.end_prompt(self._handle, self._like)
-            self._in_prompt = False
+            self._in_prompt = self._is_cut = False
+            self._ended = self.tokens
 
     @contextlib.contextmanager
     def prompt(self, tokens=0):

@@ -1,7 +1,7 @@
 """A decode step as one CUDA graph: no Python, and no launch one by one, between a token and the next."""
 import torch
 
-from .cache import cache_keyword
+from .generation import cache_keyword
 
 
 class CapturedStep:

@@ -11,6 +11,11 @@ def refuse(what):
                               "sequence cannot be given to another or brought back; sample, or decode greedily")
 
 
+def refuse_going_back(what):
+    raise NotImplementedError(f"{what} is not possible with this method: it chooses in every step, and what it has dropped cannot be "
+                              "brought back; take a method that drops when a prompt ends, or decode greedily")
+
+
 class Handed:
     """A layer's new keys, and whose they are. The attention "tessera" alone may read them: what is stored is in the cache.
 
@@ -44,7 +49,6 @@ class Layer(CacheLayerMixin):
     """One layer as transformers sees it; it holds no rows. generate and the models decide by these answers."""
 
     is_compileable = False  # transformers would compile the model over tensors that the layer does not have
-    is_croppable = False
     supports_early_init = False
 
     def __init__(self, cache, sliding):  # the base's attributes are answers here
@@ -60,6 +64,10 @@ class Layer(CacheLayerMixin):
     @property
     def is_initialized(self):
         return self.get_seq_length() > 0
+
+    @property
+    def is_croppable(self):
+        return self._cache().takes_back
 
     @property
     def keys(self):
@@ -100,7 +108,7 @@ class Layer(CacheLayerMixin):
         refuse("beam search")
 
     def crop(self, *_):
-        refuse("taking tokens back (assisted generation)")
+        refuse("taking tokens back in one layer alone")
 
     def batch_repeat_interleave(self, *_):
         refuse("copying sequences within a batch")

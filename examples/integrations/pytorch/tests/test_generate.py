@@ -30,12 +30,13 @@ def test_answers_about_layers_are_the_truth():
     if FOUR:
         assert cache.max_batch_size == 3
     else:
-        assert cache.batch_size == 3 and cache.is_linear == cache.is_dummy == [False, False] and not cache.is_croppable
+        assert cache.batch_size == 3 and cache.is_linear == cache.is_dummy == [False, False] and cache.is_croppable
+        assert not TesseraCache(model.config, "h2o").is_croppable
         assert cache.get_query_offset() == 9 and cache.get_max_length() == -1
         assert TesseraCache(model.config, max_length=90).get_max_length() == 90
     with pytest.raises(NotImplementedError, match="^reading a layer's keys as a tensor is not possible"):
         cache.layers[0].keys
-    for undo in (lambda: cache.crop(2), lambda: cache.reorder_cache(torch.tensor([0])), lambda: cache.batch_repeat_interleave(2)):
+    for undo in (lambda: cache.reorder_cache(torch.tensor([0])), lambda: cache.batch_repeat_interleave(2)):
         with pytest.raises(NotImplementedError, match="is not possible with a TesseraCache"):
             undo()
     twin = copy.deepcopy(cache)

@@ -88,7 +88,7 @@ class backend {
   }
   void check_truncation(index_t) const {}
   /// Takes back a sequence's newest tokens. Needs no memory.
-  void truncate(index_t id, const truncation& plan, const planned<Recipe>&, queue) {
+  void truncate(index_t id, const truncation& plan, queue) {
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
       const sequence_layer owner{layer, id};
       parts_.store.truncate(owner, plan.position);

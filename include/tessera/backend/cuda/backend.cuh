@@ -106,7 +106,7 @@ class backend {
   /// Errors   the sequence's step has layers left.
   void check_truncation(index_t id) const { parts_.order.require_finished(id); }
   /// Takes back a sequence's newest tokens.
-  void truncate(index_t id, const truncation& plan, const planned<Recipe>&, cudaStream_t stream) {
+  void truncate(index_t id, const truncation& plan, cudaStream_t stream) {
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
       const sequence_layer owner{layer, id};
       index_t* lengths = parts_.store.lengths(owner);

@@ -194,8 +194,8 @@ class basic_cache {
   /// stay. For model layers that share the keys and values of this one. What it reads is chosen by these queries. In a
   /// prompt, call `prefill_attention` of the layer that has the rows.
   /// Shapes   as those of `decode`, without k and v.
-  /// Errors   a layer that the step has not decoded; a method whose steps add up queries (SentenceKV) or values (SparQ):
-  ///          tessera::error.
+  /// Errors   a layer that the step has not decoded; a method whose steps add up queries (SentenceKV) or values
+  ///          (SparQ): tessera::error.
   template <class Q>
   void attend(index_t layer, const batch& step, const rows_view<Q>& q, const rows_view<Out>& out,
               const rows_view<float>& lse = {}, queue_type queue = {});
@@ -327,7 +327,7 @@ class basic_cache {
   }
   void carry_out(index_t id, const truncation& plan, default_queue queue) {
     if (plan.tokens == 0) return;
-    backend_.truncate(id, plan, conversations_.sequence(id).ended_policies, queue);
+    backend_.truncate(id, plan, queue);
     conversations_.truncate(id, plan);
   }
 

@@ -53,8 +53,9 @@ struct cache_request {
       table;  ///< a number for each head of the model, for budgets by such; or null
   std::shared_ptr<tessera::cpu::executor> workers;
   index_t sequences = 1;
-  index_t tokens = 0;    ///< longest conversation; CUDA allocates for it, the CPU as tokens come
-  device_memory memory;  ///< CUDA alone
+  index_t tokens = 0;       ///< longest conversation; CUDA allocates for it, the CPU as tokens come
+  index_t step_tokens = 1;  ///< of a step at most; CUDA alone, the CPU takes 8
+  device_memory memory;     ///< CUDA alone
 };
 
 /// The cache of a batch of conversations. `stream` is a cudaStream_t, null on the CPU.
@@ -76,6 +77,9 @@ class any_cache {
   virtual void reread(index_t layer, index_t id, index_t first, index_t count, const tensor_rows& q,
                       const tensor_rows& k, const tensor_rows& v, const tensor_rows& out, void* stream) = 0;
   virtual void end_prompt(index_t id, void* stream) = 0;
+  /// Takes back the tokens from `position` on; `settled`: the smallest position that this takes.
+  virtual void truncate(index_t id, index_t position, void* stream) = 0;
+  virtual index_t settled(index_t id) const = 0;
 
   /// A step is: `prepare_step`, the host's part; `begin_step` and every layer's `step`, which a CUDA graph may capture. A
   /// graph is replayed after `prepare_step` has answered the same number as when it was captured: what is done in a step.
@@ -104,6 +108,10 @@ tessera_torch::any_cache* tessera_torch_make(const tessera_torch::cache_request&
 const char* tessera_torch_parameters();
 /// Whether a turn's prompt must pass through the model once more, by `reread`, before it ends.
 bool tessera_torch_rereads();
+/// Whether tokens of an answer can be taken back.
+bool tessera_torch_takes_back();
+/// Whether a step chooses what it reads: its tokens share one choice, so that drafts are checked token by token.
+bool tessera_torch_retrieves();
 /// Whether the method turns queries back, and so needs `model_shape::rope_frequencies`.
 bool tessera_torch_turns_queries();
 }

@@ -45,6 +45,8 @@ class cuda_cache final : public any_cache {
     }
   }
   void end_prompt(index_t id, void* stream) override { cache_.end_prefill(id, at(stream)); }
+  void truncate(index_t id, index_t position, void* stream) override { cache_.truncate(id, position, at(stream)); }
+  index_t settled(index_t id) const override { return cache_.settled(id); }
 
   int prepare_step(const std::vector<index_t>& ids, index_t tokens, text_flags boundaries, void* stream) override {
     step_ = cache_.prepare_step(ids, tokens, at(stream), boundaries);
@@ -85,6 +87,7 @@ class cuda_cache final : public any_cache {
     tessera::cuda::cache_options options;
     options.sequences = request.sequences;
     options.tokens = request.tokens;
+    options.step_tokens = request.step_tokens;
     return cache_type(request.shape, requested<Recipe>(request), options);
   }
 

@@ -60,7 +60,7 @@ Tensor create(const std::string& library, std::int64_t layers, std::int64_t q_he
               at::IntArrayRef sliding, std::int64_t window, double scale, double soft_cap,
               c10::optional<std::int64_t> budget, const std::vector<std::string>& settings, std::int64_t sequences,
               std::int64_t tokens, const c10::optional<Tensor>& sinks, c10::optional<at::Device> device,
-              at::ArrayRef<double> rope_frequencies, at::ArrayRef<double> table) {
+              at::ArrayRef<double> rope_frequencies, at::ArrayRef<double> table, std::int64_t step_tokens) {
   return guarded([&](registry& all) {
     cache_request request =
         request_of(layers, q_heads, kv_heads, sliding, window, scale, soft_cap, budget, settings, sinks, table);
@@ -68,6 +68,7 @@ Tensor create(const std::string& library, std::int64_t layers, std::int64_t q_he
     request.workers = all.executor();
     request.sequences = index_t(sequences);
     request.tokens = index_t(tokens);
+    request.step_tokens = index_t(step_tokens);
     conversations made(device, request.shape, sinks);
     request.memory = made.source();
     taking_memory(all, made, [&] {
@@ -100,17 +101,9 @@ std::string parameters(const std::string& library) {
   });
 }
 
-/// Whether prompts must be read again before they end.
-bool rereads(const std::string& library) {
-  return guarded(
-      [&](registry&) { return symbol_of<decltype(&tessera_torch_rereads)>(library, "tessera_torch_rereads")(); });
-}
-
-/// Whether the method turns queries back by `rope_frequencies`.
-bool turns_queries(const std::string& library) {
-  return guarded([&](registry&) {
-    return symbol_of<decltype(&tessera_torch_turns_queries)>(library, "tessera_torch_turns_queries")();
-  });
+/// One of the facts that a recipe's library answers: any_cache.hpp lists them.
+bool fact(const std::string& library, const std::string& name) {
+  return guarded([&](registry&) { return symbol_of<bool (*)()>(library, ("tessera_torch_" + name).c_str())(); });
 }
 
 /// Room for so many more tokens of every sequence.
@@ -194,6 +187,28 @@ void end_prompt(const Tensor& handle, const Tensor& like) {
       if (!here.in_prompt[b]) continue;
       here.cache->end_prompt(here.ids[b], here.stream());
       here.in_prompt[b] = false;
+    }
+  });
+}
+
+/// Takes back the newest tokens of every sequence, of all or of none. `prompt_is_gone`: they are all of a prompt that has
+/// not ended.
+void crop(const Tensor& handle, const Tensor& like, at::IntArrayRef tokens, bool prompt_is_gone) {
+  const at::OptionalDeviceGuard device(at::device_of(like));
+  guarded([&](registry& all) {
+    conversations& here = all.find(handle);
+    tessera::require(tokens.size() == here.ids.size(), "numbers of tokens to take back", tokens.size(),
+                     "one for each sequence, which are " + std::to_string(here.ids.size()), "pass one for each");
+    for (std::size_t b = 0; b < tokens.size(); ++b) {
+      const index_t next = here.cache->next_position(here.ids[b]), settled = here.cache->settled(here.ids[b]);
+      tessera::require(tokens[b] >= 0 && tokens[b] <= next - settled, "tokens to take back", tokens[b],
+                       "0 to " + std::to_string(next - settled) + ": the method has settled the others",
+                       "take back fewer tokens, or take a method that drops nothing");
+    }
+    for (std::size_t b = 0; b < tokens.size(); ++b) {
+      const index_t next = here.cache->next_position(here.ids[b]);
+      here.cache->truncate(here.ids[b], next - index_t(tokens[b]), here.stream());
+      if (prompt_is_gone) here.in_prompt[b] = false;
     }
   });
 }
@@ -311,13 +326,12 @@ TORCH_LIBRARY(tessera, m) {
   m.def(
       "create(str library, int layers, int q_heads, int kv_heads, int[] sliding, int window, float scale, "
       "float soft_cap, int? budget, str[] settings, int sequences, int tokens, Tensor? sinks, "
-      "Device? device=None, float[] rope_frequencies=[], float[] table=[]) -> Tensor",
+      "Device? device=None, float[] rope_frequencies=[], float[] table=[], int step_tokens=1) -> Tensor",
       &create);
   m.def("clone(Tensor cache) -> Tensor");
   m.def("destroy(int handle) -> ()", &destroy);
   m.def("parameters(str library) -> str", &parameters);
-  m.def("rereads(str library) -> bool", &rereads);
-  m.def("turns_queries(str library) -> bool", &turns_queries);
+  m.def("fact(str library, str name) -> bool", &fact);
   m.def(
       "prompt(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v, int[] first, int[] last, "
       "Tensor? boundaries=None) -> Tensor");
@@ -325,6 +339,7 @@ TORCH_LIBRARY(tessera, m) {
       "reread(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v, int[] first, int[] count, int[] tokens) -> "
       "Tensor");
   m.def("end_prompt(Tensor(a!) cache, Tensor like) -> ()");
+  m.def("crop(Tensor(a!) cache, Tensor like, int[] tokens, bool prompt_is_gone) -> ()");
   m.def("reserve(Tensor(a!) cache, int tokens) -> ()");
   m.def("prepare_step(Tensor(a!) cache, Tensor like, Tensor? boundaries=None) -> ()");
   m.def("actions(Tensor cache) -> int");
@@ -342,6 +357,7 @@ void implement(torch::Library& m) {
   m.impl("prompt", &prompt);
   m.impl("reread", &reread);
   m.impl("end_prompt", &end_prompt);
+  m.impl("crop", &crop);
   m.impl("prepare_step", &prepare_step);
   m.impl("begin_step", &begin_step);
   m.impl("step", &step);
