@@ -151,6 +151,7 @@ class simpler_calls {
     for (index_t id = 0; id < std::min(call.id, 10); ++id) with([&](cache_call& changed) { changed.id = id; });
     switch (call.verb) {
       case cache_verb::prefill:
+        lists.push_back(without_prompts(calls, call.id));
         for (const index_t tokens : fewer(call.k.tokens, 1))
           with([&](cache_call& changed) { shorten(changed, tokens); });
         break;
@@ -203,6 +204,16 @@ class simpler_calls {
     resize(call.q, 1, std::min(tokens, call.q.tokens));
     resize(call.k, 1, tokens);
     resize(call.v, 1, tokens);
+  }
+  /// Without the prompts of a sequence, whose layers must come to the same end.
+  static list without_prompts(const list& calls, index_t id) {
+    list left;
+    for (const cache_call& call : calls) {
+      const bool is_of_prompt = call.verb == cache_verb::prefill || call.verb == cache_verb::prefill_attention ||
+                                call.verb == cache_verb::end_layer || call.verb == cache_verb::end_prefill;
+      if (!is_of_prompt || call.id != id) left.push_back(call);
+    }
+    return left;
   }
   /// A step, and all layers that decode it.
   static list with_step(const list& calls, std::size_t index, const std::vector<index_t>& ids, index_t tokens) {

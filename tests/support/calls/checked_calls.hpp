@@ -190,7 +190,6 @@ class checked_calls : public prompt_calls {
         }))
       return false;
     if (same(now, step_.now)) step_.next_layer = call.layer + 1;
-    if (call.layer % 2 == 0 && !now.evicts_last) attend_alike(call);
     for (const index_t id : now.ids) {
       sequence& held = *changed(id);
       if (limits_.on_device) {
@@ -202,6 +201,7 @@ class checked_calls : public prompt_calls {
     }
     compare_attended(call.layer, now);
     compare_outputs();
+    if (call.layer % 2 == 0 && !now.evicts_last) attend_alike(call);
     for (const index_t id : now.ids) {
       if (call.layer + 1 == shape_.layers) compare_stored(id);
     }

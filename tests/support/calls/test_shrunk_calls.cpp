@@ -39,7 +39,7 @@ template <class Cache>
 support::called_caches caches_of() {
   support::called_caches caches;
   caches.shape = {2, 4, 2};
-  caches.method.has_budget = caches.method.has_two = true;
+  caches.method.has_budget = caches.method.has_two = caches.method.by_layer = true;
   caches.make = [] {
     method made;
     made.set_budget(24);

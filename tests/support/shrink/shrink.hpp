@@ -71,7 +71,7 @@ class shrinker {
     bool simplified = false;
     for (std::size_t index = 0; index < calls_.size(); ++index) {
       bool repeat = true;
-      while (repeat) {
+      while (repeat && index < calls_.size()) {  // a simpler list may be shorter
         repeat = false;
         for (list& candidate : simpler_(std::as_const(calls_), index)) {
           if (!accept(std::move(candidate))) continue;
