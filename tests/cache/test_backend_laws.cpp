@@ -4,6 +4,8 @@
 #include <memory>
 
 #include <tessera/cache.hpp>
+#include <tessera/layout/fixed_pages.hpp>
+#include <tessera/layout/ragged_pages.hpp>
 #include <tessera/methods/h2o.hpp>
 #include <tessera/methods/loopserve.hpp>
 #include <tessera/methods/rocketkv.hpp>
@@ -70,4 +72,6 @@ TEST_CASE("the CPU's caches keep the laws of caches") {
   hold<h2o<float, 64>>();
   hold<rocketkv<float, 64>>();
   hold<loopserve<float, 64>>();
+  hold<snapkv<float, 64, 64, stored<dense_rows<float, 64>, fixed_pages<16>>>>();
+  hold<rocketkv<float, 64, 64, stored<dense_rows<float, 64>, ragged_pages>>>();
 }

@@ -161,11 +161,40 @@ struct backend_laws {
     CHECK(answers_of(cache, copy).same_tokens(before));
   }
 
+  /// Steps that are taken back leave nothing behind, or are refused and stay. A fork can stand at an earlier position.
+  void tokens_that_are_taken_back_leave_nothing() {
+    cache_type with = side.make(), without = side.make();
+    const std::vector<rows_type> chunks{rows(40), rows(21)};
+    const index_t detoured = prompt(with, chunks), plain = prompt(without, chunks);
+    for (int round = 0; round < 3; ++round) {
+      const index_t next = with.next_position(detoured);
+      for (int step = 0; step < 20; ++step) side.decode(with, {detoured}, {rows(1)});  // into other pages
+      if (with.settled(detoured) > next) {
+        const sequence_answers before = answers_of(with, detoured);
+        CHECK_THROWS_AS(with.truncate(detoured, next), tessera::error);
+        CHECK(answers_of(with, detoured) == before);
+        return;
+      }
+      const index_t earlier = with.fork(detoured, next);
+      CHECK(answers_of(with, earlier).same_tokens(answers_of(without, plain)));
+      with.truncate(detoured, next);
+      CHECK(answers_of(with, detoured).same_tokens(answers_of(without, plain)));
+      const rows_type same = rows(1);
+      const auto expected = side.decode(without, {plain}, {same});
+      CHECK(side.decode(with, {detoured}, {same}) == expected);
+      CHECK(side.decode(with, {earlier}, {same}) == expected);
+      with.close(earlier);
+    }
+    CHECK_THROWS_AS(with.truncate(detoured, with.settled(detoured) - 1), tessera::error);
+    CHECK_THROWS_AS(with.truncate(detoured, with.next_position(detoured) + 1), tessera::error);
+  }
+
   void hold() {
     refused_calls_change_nothing();
     closed_sequences_leave_nothing();
     sequences_of_a_batch_do_not_meet();
     forks_go_on_as_their_source();
+    tokens_that_are_taken_back_leave_nothing();
   }
 };
 

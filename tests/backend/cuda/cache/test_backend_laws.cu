@@ -4,8 +4,10 @@
 #include "cases/cache_case.hpp"
 #include "tessera/layout/dense_rows.hpp"
 #include "tessera/layout/fixed_pages.hpp"
+#include "tessera/layout/ragged_pages.hpp"
 #include "tessera/layout/stored.hpp"
 #include "tessera/methods/h2o.hpp"
+#include "tessera/methods/rocketkv.hpp"
 #include "tessera/methods/snapkv.hpp"
 
 using namespace tessera;
@@ -71,4 +73,5 @@ TEST_CASE("the device's caches keep the laws of caches", "[gpu][cache]") {
   hold<snapkv<bf16, 64>>();
   hold<snapkv<bf16, 64, 64, stored<dense_rows<bf16, 64>, fixed_pages<16>>>>();
   hold<h2o<bf16, 64>>();
+  hold<rocketkv<bf16, 64, 64, stored<dense_rows<bf16, 64>, ragged_pages>>>();
 }
