@@ -121,7 +121,7 @@ class prompt_calls : public compared_caches {
     held.is_cut = held.is_cut || (of_prompt > 0 ? method_.filters : position < held.answer);
     for (index_t& next : held.next) next -= tokens;
     for (index_t& turn : held.turn) turn -= of_prompt > 0 ? tokens : 0;
-    if (of_prompt > 0 && held.turn[0] == 0) held.announced = 0;
+    if (held.turn[0] == 0) held.announced = 0;
     held.step_tokens = 0;
     held.has_prepared = false;
   }

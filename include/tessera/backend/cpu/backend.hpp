@@ -95,7 +95,7 @@ class backend {
       if (plan.is_of_prompt) parts_.store.forget_prompt(owner), parts_.first.observer().forget(owner);
       parts_.read_stage.truncate(owner, parts_.store, plan.ends_lists);
     }
-    parts_.store.expect(id, 0);
+    if (plan.withdraws) parts_.store.expect(id, 0);
   }
   void follow_budget(const Recipe&, queue) {}
   void follow_plans(const conversations<Recipe>&, queue) {}

@@ -122,7 +122,7 @@ class backend {
       parts_.attended[owner].clear();
     }
     set_number(parts_.next.data() + id, plan.position, stream);
-    parts_.store.expect(id, 0);
+    if (plan.withdraws) parts_.store.expect(id, 0);
   }
 
   /// Adopts another budget, after everything that may fail has been made. Allocates; synchronises. Errors: a prepared

@@ -82,7 +82,8 @@ class basic_cache {
 
   /// Takes back the tokens from `position` on, which becomes the next position. What follows has the bits of a sequence
   /// that never had them. Where an ended prompt is cut, the next call writes a new turn's prompt. A step that was
-  /// prepared and not decoded is forgotten. Pages return to their pool; other memory stays.
+  /// prepared and not decoded is forgotten, and so is a prompt that was announced and has no tokens left. Pages return
+  /// to their pool; other memory stays.
   /// Cost     on a GPU the sequence's index is built anew.
   /// Differs  a layer that slides may have dropped more tokens behind its window than one without the detour: outputs
   ///          are then equal to rounding.

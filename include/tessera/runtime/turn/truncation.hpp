@@ -14,6 +14,7 @@ struct truncation {
   index_t position = 0;       ///< the next position afterwards
   index_t tokens = 0;         ///< 0: nothing changes
   bool is_of_prompt = false;  ///< they are of a prompt that has not ended
+  bool withdraws = false;     ///< nothing is left of a prompt that has not ended: it is no longer announced
   bool ends_lists = false;    ///< what a filter chose for this turn's steps is lost: the next call is a prompt's
 };
 
@@ -75,7 +76,7 @@ truncation plan_truncation(const sequence_state<Recipe>& state, index_t position
   const index_t next = front.next_position, began = next - front.turn_tokens;
   require(position >= settled && position <= next, "position to go back to", position,
           value_range{settled, next}.text(), "pass a position from settled(id) to next_position(id)");
-  truncation made{position, next - position, front.turn_tokens > 0 && position < next, false};
+  truncation made{position, next - position, front.turn_tokens > 0 && position < next, position <= began, false};
   if (made.is_of_prompt) {
     require(position >= began, "position to go back to", position,
             value_range{began, next}.text() + " while a prompt is written",
@@ -102,7 +103,7 @@ void carry_out(const truncation& plan, sequence_state<Recipe>& state) {
       layer.text.advance(nullptr, plan.position - state.answer_began);
     }
   }
-  if (plan.is_of_prompt && state.front().turn_tokens == 0) {
+  if (plan.withdraws) {
     state.announced = 0;
     state.policies = state.ended_policies;
   }

@@ -20,6 +20,32 @@ TEST_CASE("a pool without room refuses, and the cache goes on as before", "[gpu]
   refuse_and_go_on<full<bf16, 64>>();
 }
 
+TEST_CASE("a prompt of which more stays than the index has room for is refused when it ends", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  rocketkv<bf16, 64> method;
+  method.set_budget(64);
+  method.retain.budget.max_new = 16;
+  const model_shape shape{2, 4, 2};
+  cuda::cache<rocketkv<bf16, 64>> kv(shape, method, {.sequences = 1, .tokens = 200, .index_tokens = 60});
+  const auto prefill = [&](index_t id, index_t tokens) {
+    const step_rows<bf16> prompt(1, tokens, shape, 64);
+    for (index_t layer = 0; layer < 2; ++layer) {
+      kv.prefill(layer, id, prompt.rows(prompt.dq.data, 4), prompt.rows(prompt.dk.data, 2),
+                 prompt.rows(prompt.dv.data, 2), nullptr);
+    }
+    cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  };
+  const index_t id = kv.open();
+  prefill(id, 150);
+  for (index_t tries = 0; tries < 2; ++tries)
+    CHECK_THROWS_WITH(kv.end_prefill(id, nullptr), contains("tokens whose keys are indexed"));
+  CHECK_THROWS_WITH(kv.end_layer(0, id, nullptr), contains("tokens whose keys are indexed"));
+  CHECK(kv.positions(1, id, 1).size() == 150);
+  kv.truncate(id, 0);
+  prefill(id, 50);
+  CHECK_NOTHROW(kv.end_prefill(id, nullptr));
+}
+
 TEST_CASE("a step begins once, its layers come in order, and nobody steps in between", "[gpu][cache]") {
   if (gpu_missing()) return;
   using method = full<bf16, 64>;

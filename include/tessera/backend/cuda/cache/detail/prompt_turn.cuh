@@ -128,22 +128,27 @@ class prompt_turn {
     return parts_.first.choose(owner, parts_.store, policies, parts_.roles.rule(owner.layer), reach, next, member,
                                stream);
   }
-  /// Plans what layers keep, or let through. Returns those that have something to do.
+  /// Plans what layers keep, or let through. Returns those that have something to do. Errors: an index without room for
+  /// what stays.
   sequence_layers plan_choice(const sequence_layers& waiting, const planned<Recipe>& policies, bool due,
                               const prompt_reach& reach, cudaStream_t stream) {
     sequence_layers owners;
     host_vector<kept_bound> kept;
     for (const sequence_layer owner : waiting) {
       const index_t layer = owner.layer;
-      if (!(due || filters) || !parts_.roles.follows_recipe(layer)) continue;
+      if (!parts_.roles.follows_recipe(layer)) continue;
       const token_bound held = parts_.store.bound(owner);
       const sequence_layer chooser{choosing_layer<Recipe>(layer, policies, parts_.roles), owner.id};
-      if (!filters && parts_.first.keeps_everything(chooser, held, policies)) continue;
+      if (!filters && (!due || parts_.first.keeps_everything(chooser, held, policies))) {
+        parts_.read_stage.reader().require_fits(held.longest);
+        continue;
+      }
       owners.push_back(owner);
       // Only the device knows how many columns join.
       kept.push_back(due && !parts_.prompts.columns(layer).bits
                          ? parts_.first.bound(chooser, parts_.store, policies, reach.prompt_tokens())
                          : kept_bound{held, {}});
+      parts_.read_stage.reader().require_fits(kept.back().longest);
     }
     if (filters)
       parts_.plan_beside_step(parts_.read_stage.candidates(),
