@@ -7,7 +7,7 @@
 #include <tessera/backend/cpu/store/pack.hpp>
 #include <tessera/methods/ada_snapkv.hpp>
 
-#include "own_pages.hpp"
+#include "own_pages/own_pages.hpp"
 
 using namespace own_pages;
 using view_type = kv_view<float, dim, block_table>;

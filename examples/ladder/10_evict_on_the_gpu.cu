@@ -8,7 +8,7 @@
 #include <tessera/backend/cuda/store/free_pages.cuh>
 #include <tessera/methods/ada_snapkv.hpp>
 
-#include "own_pages.cuh"
+#include "own_pages/own_pages.cuh"
 
 using namespace own_pages;
 using view_type = kv_view<bf16, dim, block_table>;

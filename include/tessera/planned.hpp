@@ -57,6 +57,16 @@ struct planned {
     *this = planned(recipe, changed);
   }
 
+  /// Adopts budgets that grow within an answer. What the plan shares out over both stages stays as it was, and so do
+  /// the page and the channels of an estimate.
+  void follow_step(const Recipe& recipe) {
+    if (retain_type::plans) return;
+    stage_plan changed = plan;
+    if (retain_type::chooses) changed.retained = recipe.retain.plan(plan.retained).retained;
+    changed.read = recipe.retrieve.attends();
+    *this = planned(recipe, changed);
+  }
+
  private:
   planned(const Recipe& recipe, const stage_plan& given)
       : plan(given),

@@ -256,3 +256,145 @@ TEST_CASE("a choice by estimates gives the same bits with any number of threads"
     }
   }
 }
+
+namespace {
+
+const tessera::model_shape options_shape{2, 6, 3};
+
+/// With small windows and pages. What a step reads beside a first stage is given: else it would follow the budget.
+settings of_budget(const std::string& method, index_t budget) {
+  return {method, budget, {{"window", 8}, {"max_new", 30}, {"recent", 6}, {"read_tokens", 24}}, {}};
+}
+bool has_number(const std::string& method, const std::string& name) {
+  const auto numbers = numbers_of(method);
+  return std::any_of(numbers.begin(), numbers.end(), [&](const number& one) { return one.name == name; });
+}
+
+/// So many thousandths.
+index_t part_of(index_t thousandths, index_t tokens, index_t least) {
+  return std::max(least, index_t((std::int64_t(thousandths) * tokens + 999) / 1000));
+}
+
+}  // namespace
+
+TEST_CASE("a sequence with budgets of its own does as in a cache of those budgets, bit for bit") {
+  rng random(147);
+  const model_data data(random, options_shape, 200);
+  const auto same = [](const auto& got, const auto& expected) { REQUIRE(support::same_bits(got, expected)); };
+  for (const auto& method : all_methods()) {
+    if (!has_number(method, "budget")) continue;
+    CAPTURE(method);
+    const auto wider = make_cache(of_budget(method, 90), options_shape, one_thread());
+    const auto other = make_cache(of_budget(method, 40), options_shape, one_thread());
+    wider->open(), other->open();  // whose budget is the recipe's
+    prefill(*wider, 0, data, 0, 100);
+    hold_the_same_conversation(*wider, data, *other, data, same, {{40, 0}, {}});
+    CHECK(wider->plan(1).read == other->plan(1).read);
+    CHECK(wider->bound(100, 20, 0, {{40, 0}, {}}).bytes == other->bound(100, 20, 0).bytes);
+    if (!has_number(method, "read_tokens")) continue;
+    settings less = of_budget(method, 90);
+    less.values["read_tokens"] = 17;
+    const auto reader = make_cache(less, options_shape, one_thread());
+    reader->open(), reader->open();
+    hold_the_same_conversation(*wider, data, *reader, data, same, {{}, {17, 0}});
+  }
+}
+
+TEST_CASE("a budget that is a share follows the sequence's tokens") {
+  rng random(148);
+  const model_data data(random, options_shape, 220);
+  constexpr index_t thousandths = 275;
+  for (const auto& method : all_methods()) {
+    if (!has_number(method, "budget")) continue;
+    CAPTURE(method);
+    const traits& known = traits_of(method);
+    const bool chooses = known.scorer != traits::first::none, estimates = known.pays_for_estimates();
+    const index_t least = estimates ? 16 : 8;
+    const tessera::sequence_options share{{0, double(thousandths) / 1000}, {}};
+    const auto cache = make_cache(of_budget(method, 90), options_shape, one_thread());
+    // The other cache is told each budget before it counts.
+    const auto told = make_cache(of_budget(method, 90), options_shape, one_thread());
+    const index_t id = cache->open(share);
+    REQUIRE(told->open() == id);
+    index_t next = 0;
+    for (const turn& now : {turn{150, {1, 1, 3, 1}}, turn{30, {1, 8, 1}}}) {
+      for (const auto& to : {cache.get(), told.get()}) prefill(*to, id, data, next, now.prompt);
+      next += now.prompt;
+      told->set_budget(part_of(thousandths, next, least));
+      for (const auto& to : {cache.get(), told.get()}) to->end_prefill(id);
+      for (const index_t count : now.steps) {
+        if (!chooses || known.each_step || known.before_step) {
+          if (!estimates || chooses) told->set_budget(part_of(thousandths, next + count, least));
+        }
+        const auto results = decode(*cache, id, data, next, count), expected = decode(*told, id, data, next, count);
+        next += count;
+        if (!chooses && estimates) {  // what its steps read grows between two plans, and a budget that is told does not
+          REQUIRE(cache->plan(id).read == part_of(thousandths, next, least) / 2);
+          continue;
+        }
+        REQUIRE(support::same_bits(results, expected));
+        for (index_t head = 0; head < options_shape.kv_heads; ++head) {
+          REQUIRE(cache->positions(1, id, head) == told->positions(1, id, head));
+          REQUIRE(cache->readable(1, id, head) == told->readable(1, id, head));
+        }
+        REQUIRE(cache->bytes(id) <= cache->bound(150, 20, 0, share).bytes);
+      }
+    }
+  }
+}
+
+TEST_CASE("a share of what a step reads follows the tokens that are stored") {
+  rng random(149);
+  const model_data data(random, options_shape, 120);
+  const auto cache = make_cache({"two_stages", 40, {{"read_tokens", 24}, {"window", 8}}}, options_shape, one_thread());
+  const index_t id = cache->open({{}, {0, 1.0 / 3}});
+  prefill(*cache, id, data, 0, 100);
+  cache->end_prefill(id);
+  CHECK(cache->plan(id).read == 14);  // of 40 that stay
+  for (index_t next = 100; next < 109; ++next) {
+    decode(*cache, id, data, next, 1);
+    CHECK(cache->plan(id).read == (40 + next - 100 + 1 + 2) / 3);
+  }
+}
+
+TEST_CASE("a share is never less than the method needs, and holds over forks and what is taken back") {
+  rng random(150);
+  const model_data data(random, options_shape, 120);
+  const auto cache = make_cache({"snapkv", 40, {{"window", 8}}}, options_shape, one_thread());
+  const index_t id = cache->open({{0, 0.01}, {}});
+  prefill(*cache, id, data, 0, 100);
+  cache->end_prefill(id);
+  CHECK(cache->positions(0, id, 0).size() == 8);
+  const auto h2o = make_cache({"h2o", 40}, options_shape, one_thread());
+  const index_t first = h2o->open({{0, 0.5}, {}});
+  prefill(*h2o, first, data, 0, 50);
+  h2o->end_prefill(first);
+  const index_t second = h2o->fork(first);
+  for (const index_t held : {first, second}) {
+    decode(*h2o, held, data, 50, 1);
+    CHECK(h2o->positions(0, held, 0).size() == 26);
+  }
+}
+
+TEST_CASE("budgets that a sequence cannot have are refused in a sentence, and no sequence is opened") {
+  const auto said = [](const std::string& method, const tessera::sequence_options& options) {
+    const auto cache = make_cache({method, 40}, options_shape, one_thread());
+    std::string text;
+    try {
+      cache->open(options);
+    } catch (const tessera::error& refusal) {
+      text = refusal.what();
+    }
+    CHECK(cache->open() == 0);
+    return text;
+  };
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  CHECK_THAT(said("snapkv", {{40, 0.5}, {}}), contains("budget is tokens and a share; expected one of them"));
+  for (const double share : {-0.5, 1.0001, nan})
+    CHECK_THAT(said("snapkv", {{0, share}, {}}), contains("share of budget is ") && contains("expected in (0, 1]"));
+  CHECK_THAT(said("snapkv", {{31, 0}, {}}), contains("window is 32; expected at most the budget, which is 31"));
+  CHECK_THAT(said("snapkv", {{-1, 0}, {}}), contains("budget is -1; expected 1 to "));
+  CHECK_THAT(said("snapkv", {{}, {16, 0}}), contains("read_tokens of a sequence is given; expected none"));
+  CHECK_THAT(said("full", {{64, 0}, {}}), contains("budget of a sequence is given; expected none"));
+  CHECK_THAT(said("quest", {{15, 0}, {}}), contains("budget is 15; expected 16 to "));
+}

@@ -65,6 +65,7 @@ concept backend_attending =
 ///
 ///   resources, queue, default_queue, output_type, in_groups
 ///   max_sequences(), max_step_tokens()              0: no bound; tokens of a step
+///   check_budgets(recipe, own)                      throws where the memory does not allow the budgets of a sequence
 ///   open(id, policies, queue), close(id, queue)     `close` needs no memory
 ///   check_fork(id), fork(id, copy, policies, queue) where it throws, `copy` is closed
 ///   settled(id, next)                               the smallest position that a sequence of `next` tokens can go
@@ -96,14 +97,15 @@ constexpr bool check_backend() {
         { b.max_step_tokens() } -> std::same_as<index_t>;
       }, "tessera: a backend must say its bounds: index_t max_sequences(), index_t max_step_tokens()");
   static_assert(
-      requires(B& b, index_t id, const Policies& policies, typename B::default_queue q) {
+      requires(B& b, index_t id, const Policies& policies, const recipe& own, typename B::default_queue q) {
+        b.check_budgets(own, own);
         b.open(id, policies, q);
         b.close(id, q);
         b.check_fork(id);
         b.fork(id, id, policies, q);
       },
-      "tessera: a backend must open, close and copy sequences: open(id, policies, queue), close(id, queue), "
-      "check_fork(id), fork(id, copy, policies, queue)");
+      "tessera: a backend must open, close and copy sequences: check_budgets(recipe, own), open(id, policies, queue), "
+      "close(id, queue), check_fork(id), fork(id, copy, policies, queue)");
   static_assert(
       requires(B& b, const Sequences& known, index_t n, typename B::default_queue q) {
         { b.settled(n, n) } -> std::same_as<index_t>;

@@ -27,7 +27,7 @@ class call_code {
     const std::string step = step_of(call, text);
     switch (call.verb) {
       case cache_verb::open:
-        text << "cache->open();";
+        text << "cache->open(" << options(call.options) << ");";
         break;
       case cache_verb::fork:
         text << "cache->fork(" << call.id << ");";
@@ -94,6 +94,15 @@ class call_code {
   }
 
  private:
+  static std::string budget(const tessera::token_budget& given) {
+    std::ostringstream text;
+    text.precision(17);
+    text << "{" << given.tokens << ", " << given.share << "}";
+    return text.str();
+  }
+  static std::string options(const tessera::sequence_options& given) {
+    return given.is_given() ? "{" + budget(given.budget) + ", " + budget(given.read_tokens) + "}" : "";
+  }
   static std::string step_of(const cache_call& call, std::ostringstream& text) {
     if (call.verb != cache_verb::begin_step && call.verb != cache_verb::decode) return {};
     const std::string step = call.step > 0 ? "step" + std::to_string(call.step) : "batch{}";
@@ -150,6 +159,9 @@ class simpler_calls {
     };
     for (index_t id = 0; id < std::min(call.id, 10); ++id) with([&](cache_call& changed) { changed.id = id; });
     switch (call.verb) {
+      case cache_verb::open:
+        if (call.options.is_given()) with([](cache_call& changed) { changed.options = {}; });
+        break;
       case cache_verb::prefill:
         lists.push_back(without_prompts(calls, call.id));
         for (const index_t tokens : fewer(call.k.tokens, 1))

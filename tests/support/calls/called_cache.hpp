@@ -28,7 +28,7 @@ class called_cache {
 
   virtual ~called_cache() = default;
   virtual std::unique_ptr<called_cache> copy() const = 0;
-  virtual index_t open() = 0;
+  virtual index_t open(const tessera::sequence_options& options = {}) = 0;
   virtual index_t fork(index_t id) = 0;
   virtual void truncate(index_t id, index_t position) = 0;
   virtual index_t settled(index_t id) const = 0;
@@ -55,7 +55,8 @@ class called_cache {
   virtual std::vector<std::vector<index_t>> attended(index_t layer, index_t id) const = 0;
   virtual offset_t bytes(index_t id) const = 0;
   virtual offset_t bytes_read(index_t id) const = 0;
-  virtual tessera::capacity bound(index_t prompt, index_t answer, index_t chunk) const = 0;
+  virtual tessera::capacity bound(index_t prompt, index_t answer, index_t chunk,
+                                  const tessera::sequence_options& options = {}) const = 0;
   virtual tessera::capacity available() const = 0;
   /// How many tokens may be others where scores of two choices differ by rounding only: pages and pooled scores have
   /// several of one score, and where two channels of a query are equal to rounding, all estimates are others.
@@ -129,7 +130,7 @@ class cpu_calls : public Interface {
   using typename Interface::rows;
 
   explicit cpu_calls(tessera::cache<Recipe> held) : held_(std::move(held)) {}
-  index_t open() override { return held_.open(); }
+  index_t open(const tessera::sequence_options& options) override { return held_.open(options); }
   index_t fork(index_t id) override { return held_.fork(id); }
   void truncate(index_t id, index_t position) override { held_.truncate(id, position); }
   index_t settled(index_t id) const override { return held_.settled(id); }
@@ -175,8 +176,9 @@ class cpu_calls : public Interface {
   }
   offset_t bytes(index_t id) const override { return held_.bytes(id); }
   offset_t bytes_read(index_t id) const override { return held_.bytes_read(id); }
-  tessera::capacity bound(index_t prompt, index_t answer, index_t chunk) const override {
-    return held_.bound(prompt, answer, chunk);
+  tessera::capacity bound(index_t prompt, index_t answer, index_t chunk,
+                          const tessera::sequence_options& options) const override {
+    return held_.bound(prompt, answer, chunk, options);
   }
   tessera::capacity available() const override { return held_.available(); }
   index_t chosen_together(index_t id) const override {

@@ -41,7 +41,7 @@ class checked_calls : public prompt_calls {
   bool carry_out(const cache_call& call) {
     switch (call.verb) {
       case cache_verb::open:
-        return open();
+        return open(call.options);
       case cache_verb::fork:
         return fork(call.id);
       case cache_verb::truncate:
@@ -89,6 +89,8 @@ class checked_calls : public prompt_calls {
       if (!step_.has_begun && call.verb != cache_verb::begin_step) return false;
       if (step_.has_begun && step_.next_layer == 0 && !is_step) return false;
     }
+    if (call.verb == cache_verb::end_layer && limits_.on_device && known(call.id) && known(call.id)->own.has_shares())
+      return false;  // what a share comes to may be more than the device's memory was made for
     if (call.verb == cache_verb::prefill) {
       const sequence* held = known(call.id);
       return !held || held->next[0] <= 90;
@@ -111,13 +113,13 @@ class checked_calls : public prompt_calls {
   // --- steps ---------------------------------------------------------------------------------------------------------
 
   bool prepare(const cache_call& call) {
-    bool allowed = call.tokens >= 1 && call.tokens <= limits_.step_tokens && !call.ids.empty() &&
-                   (!method_.exact || method_.read >= call.tokens);
+    bool allowed = call.tokens >= 1 && call.tokens <= limits_.step_tokens && !call.ids.empty();
     bool fits = true;
     for (const index_t id : call.ids) {
       const sequence* held = known(id);
       allowed = allowed && held && std::count(call.ids.begin(), call.ids.end(), id) == 1 && !held->is_between_layers &&
-                !held->is_cut;
+                !held->is_cut && (!method_.exact || held->own.is_given() || method_.read >= call.tokens);
+      fits = fits && allowed && !(method_.exact && held->own.is_given());
       for (index_t layer = 0; allowed && layer < shape_.layers; ++layer)
         allowed = held->turn[std::size_t(layer)] == 0 && held->next[std::size_t(layer)] == held->next[0];
       fits = fits && allowed && surely_fits(*held, call.tokens);

@@ -19,6 +19,7 @@ class prompt_calls : public compared_caches {
     bool has_prepared = false;        // a step that layer 0 has not decoded, elsewhere
     index_t answer = 0;               // the position behind the last prompt
     bool is_cut = false;              // before that position
+    tessera::sequence_options own{};  // what it was opened with
     bool is_even() const {
       const auto alike = [](const std::vector<index_t>& of) {
         return std::count(of.begin(), of.end(), of.front()) == index_t(of.size());
@@ -62,21 +63,29 @@ class prompt_calls : public compared_caches {
   /// Whether so many more tokens fit for certain; a method that drops some has room for more.
   bool surely_fits(const sequence& held, index_t tokens) const {
     const index_t most = *std::max_element(held.next.begin(), held.next.end());
+    if (limits_.on_device && held.own.has_shares()) return false;  // they may come to more than the recipe's budget
     return !limits_.is_tight && (limits_.tokens == 0 || offset_t(most) + tokens <= limits_.tokens);
   }
 
   // --- sequences -----------------------------------------------------------------------------------------------------
 
-  bool open() {
+  bool open(const tessera::sequence_options& options) {
     const index_t free = free_id();
-    if (!apply(limits_.sequences == 0 || free < limits_.sequences, [&](called_cache& cache) {
-          const index_t id = cache.open();
+    std::optional<bool> allowed = limits_.sequences == 0 || free < limits_.sequences;
+    const auto is_wrong = [](const tessera::token_budget& given) {
+      return given.tokens < 0 || given.share < 0 || given.share > 1 || (given.tokens != 0 && given.share != 0);
+    };
+    if (is_wrong(options.budget) || is_wrong(options.read_tokens)) allowed = false;
+    if (*allowed && options.is_given()) allowed.reset();  // the method has a say
+    if (!apply(allowed, [&](called_cache& cache) {
+          const index_t id = cache.open(options);
           must(id == free, "the lowest id that is free is opened", "got ", id, ", free is ", free);
         }))
       return false;
     const auto layers = std::size_t(shape_.layers);
     entry(free) =
         sequence{std::vector<index_t>(layers, 0), std::vector<index_t>(layers, 0), std::vector<bool>(layers, false)};
+    entry(free)->own = options;
     return true;
   }
 

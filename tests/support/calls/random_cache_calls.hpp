@@ -88,11 +88,19 @@ class random_cache_calls : public call_arguments {
 
   void open() {
     if (cache_.ids() > 4 && random_.chance(0.7)) return;
-    make(cache_verb::open, 0, 0);
+    cache_call call;
+    call.verb = cache_verb::open;
+    if (random_.chance(0.4)) call.options.budget = some_budget();
+    if (random_.chance(0.2)) call.options.read_tokens = some_budget();
+    make(std::move(call));
+  }
+  tessera::token_budget some_budget() {
+    if (random_.chance(0.05)) return {random_.between(-1, 1), random_.pick({-0.5, 1.5, 0.5})};
+    const index_t tokens = random_.chance(0.5) ? random_.between(1, 60) : 0;
+    return {tokens, tokens > 0 ? 0 : random_.pick({0.01, 0.07, 1.0 / 9, limits_.on_device ? 0.1 : 2.0 / 3})};
   }
   void fork() {
-    if (cache_.ids() > 4 && random_.chance(0.7)) return;
-    make(cache_verb::fork, 0, some_id());
+    if (cache_.ids() <= 4 || random_.chance(0.3)) make(cache_verb::fork, 0, some_id());
   }
   void close() {
     const index_t id = some_id();
@@ -325,7 +333,7 @@ class random_cache_calls : public call_arguments {
     }
   }
 
-  // A step of long ago, one that nobody prepared, or a layer whose turn it is not.
+  // An old step, one that nobody prepared, or a layer whose turn it is not.
   void decode_somewhere() {
     prepared step;
     if (!earlier_.empty()) step = earlier_[std::size_t(random_.between(0, index_t(earlier_.size()) - 1))];

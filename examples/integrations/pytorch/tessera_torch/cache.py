@@ -14,7 +14,7 @@ import transformers
 from . import build, drafts, generation, model_facts, rereading, rope
 from .attention import NAME
 from .layers import Handed, Layer, refuse, refuse_going_back
-from .rows import Rows
+from .rows import Rows, budgets_by_row, changed_budget, checked_budget
 
 
 class TesseraCache(transformers.Cache):
@@ -22,7 +22,8 @@ class TesseraCache(transformers.Cache):
 
     config:      the model's, model.config
     method:      a name of tessera_torch.methods(), or a Policy
-    budget:      what the method keeps, or reads in a step, of each kv_head; None: the method's default
+    budget:      what the method keeps, or reads in a step, of each kv_head: tokens, or a share of the conversation's as a float, or
+                 a list of such, one for each row; None: the method's default
     max_length:  most tokens of a conversation; CUDA takes memory for them, the CPU as they come (None: the model's)
     draft_tokens: of a draft that a step may check, 0 to 7; CUDA takes scratch memory for them, the CPU takes 7. None: 7 if generate
                  with an assistant or prompt lookup makes the first call, else 0
@@ -36,7 +37,7 @@ class TesseraCache(transformers.Cache):
         if text._attn_implementation != NAME:
             raise ValueError(f"attention of the model is '{text._attn_implementation}'; expected '{NAME}'; load the model "
                              f"with attn_implementation='{NAME}' or call model.set_attn_implementation('{NAME}')")
-        self.method, self.budget = method, budget
+        self.method, self.budget = method, checked_budget(budget)
         self.settings = [word for name, value in parameters.items() for word in (name, str(value))]
         self.layer_count = text.num_hidden_layers
         self._profile = model_facts.profile_table(profile)
@@ -270,16 +271,16 @@ class TesseraCache(transformers.Cache):
         if self._rereads and self._repeated is None:
             raise ValueError(rereading.NO_TEXT)
         longest = self._longest + (self._repeated.longest if self._rereads else 0)
+        budget, tokens, shares = budgets_by_row(self.budget, batch, longest)
         most = generation.STEP_TOKENS
         self._step_tokens = 1 + (checks_drafts * (most - 1) if self._draft_tokens is None else self._draft_tokens) if q.is_cuda else most
         with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
             self._own(self._operators.create(
                 str(path), self.layer_count, q_heads, k.shape[1], self.sliding_layers, self.window, scaling or 0.0,
-                softcap or 0.0, self.budget, self.settings, batch, longest, self._sinks, q.device,
+                softcap or 0.0, budget, self.settings, batch, longest, self._sinks, q.device,
                 rope.speeds(self._text_config, dim) if self._operators.fact(str(path), "turns_queries") else [], self._profile,
-                self._step_tokens))
-        self._made_for = (q.dtype, q.device, batch)
-        self._like = q.new_empty((0, 1, 1))
+                self._step_tokens, tokens, shares))
+        self._made_for, self._like = (q.dtype, q.device, batch), q.new_empty((0, 1, 1))
 
     def _own(self, handle):
         self._handle, self.memory_of = handle, object()
@@ -361,7 +362,7 @@ class TesseraCache(transformers.Cache):
 
     def set_budget(self, tokens):
         """Changes the budget; it counts from the next time the method chooses what stays or what is read."""
-        self.budget = tokens
+        self.budget = changed_budget(self.budget, tokens)
         if self._handle is not None:
             self._operators.set_budget(self._handle, tokens)
             self.memory_of = object()

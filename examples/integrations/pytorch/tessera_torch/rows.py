@@ -1,4 +1,6 @@
-"""Padding of a batch: which tokens of a call are real."""
+"""The rows of a batch: which tokens of a call are real, and which budget each row has."""
+import math
+
 import torch
 
 
@@ -49,3 +51,36 @@ class Rows:
         """[batch, tokens, heads, dim] as the tokens came."""
         return out if self.order is None else torch.empty_like(out).scatter_(
             1, self.order[:, :, None, None].expand_as(out), out)
+
+
+def checked_budget(budget):
+    """A budget as TesseraCache takes it, before anything is made."""
+    for own in [] if budget is None else budget if isinstance(budget, (list, tuple)) else [budget]:
+        if isinstance(own, bool) or not isinstance(own, (int, float)):
+            raise ValueError(f"budget is {own!r}; expected tokens as an int or a share as a float; "
+                             "pass one for all rows, or a list with one for each")
+        if isinstance(own, float) and not 0 < own <= 1:
+            raise ValueError(f"share of budget is {own}; expected in (0, 1]; pass a part of the tokens")
+    return budget
+
+
+def changed_budget(budget, tokens):
+    """`tokens` in place of a budget."""
+    if isinstance(budget, (float, list, tuple)):
+        raise ValueError(f"budget is {budget}; expected one number of tokens for all rows; make a cache for other budgets")
+    return tokens
+
+
+def budgets_by_row(budget, batch, longest):
+    """The method's budget, and each row's own as (tokens, shares), both empty where all rows have the method's.
+
+    A cache on a GPU is made for the method's budget, so that one is the largest: of a share, for `longest` tokens."""
+    if budget is None or isinstance(budget, int):
+        return budget, [], []
+    rows = [budget] * batch if isinstance(budget, float) else list(budget)
+    if len(rows) != batch:
+        raise ValueError(f"budgets are {len(rows)}; expected one for each sequence of the batch, which are {batch}; "
+                         "pass as many, or one for all")
+    tokens = [0 if isinstance(own, float) else own for own in rows]
+    shares = [own if isinstance(own, float) else 0.0 for own in rows]
+    return max(*tokens, 16, *(math.ceil(share * longest) for share in shares)), tokens, shares

@@ -166,6 +166,32 @@ def test_a_budget_may_change_between_turns():
     assert 0 < cache.bytes() < 0.25 * cache.full_bytes()
 
 
+def test_rows_of_a_batch_have_budgets_of_their_own():
+    """Each row does as in a cache of its budget; a float is a share of the row's tokens, which an answer leaves as it is."""
+    model, ids = small_model(), tokens(100, batch=3)
+    cache = TesseraCache(model.config, "snapkv", [60, 0.25, 20], window=8)
+    got = model.generate(ids, past_key_values=cache, max_new_tokens=6, **GREEDY)
+    assert [len(row[0]) for row in cache.kept_positions(0)] == [65, 30, 25]
+    for row, budget in enumerate([60, 25, 20]):
+        alone = TesseraCache(model.config, "snapkv", budget, window=8)
+        want = model.generate(ids[row:row + 1], past_key_values=alone, max_new_tokens=6, **GREEDY)
+        assert want.tolist() == got[row:row + 1].tolist()
+        assert [head.tolist() for head in alone.kept_positions(1)[0]] == [head.tolist() for head in cache.kept_positions(1)[row]]
+    steps = TesseraCache(model.config, "h2o", 0.5)
+    model.generate(ids[:1], past_key_values=steps, max_new_tokens=11, **GREEDY)
+    assert len(steps.kept_positions(0)[0][0]) == 55
+    with pytest.raises(ValueError, match="expected one number of tokens for all rows"):
+        cache.set_budget(30)
+    with pytest.raises(ValueError, match="budgets are 3; expected one for each sequence of the batch, which are 1"):
+        model.generate(ids[:1], past_key_values=TesseraCache(model.config, "snapkv", [60, 40, 20], window=8), max_new_tokens=2)
+    with pytest.raises(ValueError, match="share of budget is 1.5; expected in"):
+        TesseraCache(model.config, "snapkv", 1.5)
+    with pytest.raises(ValueError, match="budget is '60'; expected tokens as an int or a share as a float"):
+        TesseraCache(model.config, "snapkv", ["60"])
+    with pytest.raises(ValueError, match="budget of a sequence is given; expected none"):
+        model.generate(ids, past_key_values=TesseraCache(model.config, "full", [64, 64, 64]), max_new_tokens=2)
+
+
 def test_a_copy_goes_its_own_way():
     """One prompt, two questions; and a state to go back to when a call has failed half way."""
     model, ids = small_model(), tokens(60)

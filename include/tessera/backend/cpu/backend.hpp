@@ -45,6 +45,7 @@ class backend {
   index_t max_sequences() const { return 0; }
   index_t max_step_tokens() const { return tessera::max_step_tokens; }
 
+  void check_budgets(const Recipe&, const Recipe&) const {}
   void open(index_t id, const planned<Recipe>&, queue) {
     parts_.ranked.open_empty(id);
     parts_.store.open(id);

@@ -52,10 +52,20 @@ class backend {
   index_t max_sequences() const { return parts_.options.sequences; }
   index_t max_step_tokens() const { return parts_.options.step_tokens; }
 
+  /// Errors   budgets of a sequence that exceed those of the recipe, for which memory was made.
+  void check_budgets(const Recipe& recipe, const Recipe& own) const {
+    require(own.budget() <= recipe.budget(), "budget of a sequence", own.budget(),
+            "at most the recipe's, which is " + std::to_string(recipe.budget()), "raise the recipe's budget");
+    if constexpr (Recipe::retain_type::chooses && Recipe::retrieve_type::retrieves && !Recipe::retain_type::plans) {
+      require(own.retrieve.tokens <= recipe.retrieve.tokens, "read_tokens of a sequence", own.retrieve.tokens,
+              "at most the recipe's, which are " + std::to_string(recipe.retrieve.tokens),
+              "raise the recipe's read_tokens");
+    }
+  }
   void open(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
     set_number(parts_.next.data() + id, index_t(0), stream);
     begin_sequence(id, stream);
-    parts_.read_stage.set_plan(id, policies, stream);
+    parts_.set_plan(id, policies, stream);
   }
   /// Releases everything that a sequence holds.
   void close(index_t id, cudaStream_t stream) {
@@ -78,7 +88,7 @@ class backend {
       begin_sequence(to, stream);
       parts_.first.observer().copy(id, to, stream);
       parts_.prompts.copy(id, to, stream);
-      parts_.read_stage.set_plan(to, policies, stream);
+      parts_.set_plan(to, policies, stream);
       for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
         if (parts_.roles.follows_recipe(layer) && parts_.store.bound({layer, to}).longest > 0)
           parts_.read_stage.refresh({layer, to}, parts_.store, stream);
@@ -140,7 +150,7 @@ class backend {
   }
   void follow_plans(const conversations<Recipe>& known, cudaStream_t stream) {
     for (index_t id = 0; id < known.size(); ++id) {
-      if (known.is_open(id)) parts_.read_stage.set_plan(id, known.sequence(id).policies, stream);
+      if (known.is_open(id)) parts_.set_plan(id, known.sequence(id).policies, stream);
     }
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   }
@@ -282,7 +292,7 @@ class backend {
   /// An upper bound of what a new sequence with these policies and peaks takes.
   /// Errors   more than the sizes of the cache allow for one sequence: tessera::error.
   capacity upper_bound(const Recipe&, const planned<Recipe>& policies, const host_vector<layer_peak>& peaks) const {
-    parts_.read_stage.require_covered(policies);
+    parts_.require_covered(policies);
     capacity bound = parts_.store.upper_bound(peaks);
     for (const layer_peak& peak : peaks) {
       require_tokens_of_head(peak.stored.longest, parts_.options.tokens);

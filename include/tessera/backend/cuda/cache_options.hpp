@@ -22,8 +22,11 @@ struct cache_options {
   index_t first_prompt =
       0;  ///< no conversation begins with a shorter prompt: bounds the index of paged retrieval, whose
           ///< pages are larger for longer prompts; 0: any
+  index_t smallest_budget = 0;  ///< of a sequence with a budget of its own: bounds the pages of paged retrieval, which
+                                ///< are larger for smaller budgets; 0: the recipe's
 
   void check() const {
+    require(smallest_budget >= 0, "smallest_budget", smallest_budget, "0 or more", "pass the smallest budget in use");
     require(sequences >= 1, "sequences", sequences, "at least 1", "pass the largest batch");
     require(tokens >= 1 && tokens <= max_tokens_of_a_head, "tokens", tokens,
             "1 to " + std::to_string(max_tokens_of_a_head), "pass the longest context, or what a head holds at most");

@@ -38,6 +38,8 @@ struct alignas(16) read_plan {
     return read_plan(read, scorer.page, scorer.channels, scorer.protected_tail(read));
   }
 
+  bool operator==(const read_plan&) const = default;
+
   /// floor(x / page) for x >= 0.
   TESSERA_HD index_t page_of(index_t x) const { return index_t((std::uint64_t(x) * page_factor) >> page_shift); }
   /// Pages that x >= 0 slots fill, the last one perhaps in part.

@@ -17,6 +17,7 @@
 #include "../strategy.hpp"
 #include "conversations.hpp"
 #include "layer_peaks.hpp"
+#include "own_budgets.hpp"
 #include "prompt_chunk.hpp"
 #include "reread_part.hpp"
 
@@ -60,15 +61,21 @@ class basic_cache {
 
   // --- sequences -----------------------------------------------------------------------------------------------------
 
-  /// Changes the token budget. The new one takes effect when the schedule retains next, or with the next step that
-  /// retrieves by exact scores; where the budget pays for an estimate, at the end of the next turn's prompt. On a GPU
-  /// it allocates and synchronises, and steps that a graph recorded must be recorded anew.
+  /// Changes the recipe's token budget, which sequences without one of their own have. The new one takes effect when
+  /// the schedule retains next, or with the next step that retrieves by exact scores; where the budget pays for an
+  /// estimate, at the end of the next turn's prompt. On a GPU it allocates and synchronises, and steps that a graph
+  /// recorded must be recorded anew.
   /// Errors   a budget that the recipe does not allow; a prompt that has ended in some layers; on a GPU, a prepared
   ///          step with layers to go: tessera::error.
   void set_budget(index_t tokens, default_queue queue = {});
 
-  /// Opens an empty sequence and returns its id: the lowest closed one, or a new one.
-  index_t open(default_queue queue = {});
+  /// Opens an empty sequence and returns its id: the lowest closed one, or a new one. `options`: budgets of its own, in
+  /// place of the recipe's; on a GPU at most those of the recipe, for which the cache was made. Steps that a graph
+  /// recorded follow them.
+  /// Errors   budgets that the recipe has not or does not allow: tessera::error. On a GPU a share may come to more than
+  ///          the recipe's budget later: then the call at which it does throws, and changes nothing.
+  index_t open(const sequence_options& options, default_queue queue = {});
+  index_t open(default_queue queue = {}) { return open(sequence_options{}, queue); }
 
   /// Opens a copy of a sequence, and returns its id. The two are independent. Each stores, chooses and outputs what the
   /// original would have. Rows are copied. Finished segments of packed rows are shared; on a GPU they stay in memory
@@ -258,7 +265,7 @@ class basic_cache {
   /// while its rows move. Pages are those of the layout's pool, 0 without one. If a schedule chooses after chunks, the
   /// bound holds for announced prompts only. Every token counts as one segment of text. A second turn may take more.
   /// Errors   a turn that the recipe or the cache's sizes do not allow: tessera::error.
-  capacity bound(index_t prompt, index_t answer, index_t chunk = 0) const;
+  capacity bound(index_t prompt, index_t answer, index_t chunk = 0, const sequence_options& options = {}) const;
   /// The memory that one more sequence can take now. A sequence whose `bound` fits into it runs to its end if the other
   /// sequences take no more meanwhile. To admit several, subtract their bounds from what an empty cache has. Quantities
   /// without a limit are capacity::unlimited: bytes on the CPU, and bytes where pages run out first. {0, 0}: no more
@@ -330,6 +337,7 @@ class basic_cache {
     if (plan.tokens == 0) return;
     backend_.truncate(id, plan, queue);
     conversations_.truncate(id, plan);
+    if (!plan.is_of_prompt) conversations_.follow_shares(recipe_, id, 0);
   }
 
   sequence_layer checked(sequence_layer owner) const {

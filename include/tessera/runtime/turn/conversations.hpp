@@ -39,9 +39,9 @@ class conversations {
             "close one, or raise cache_options::sequences");
   }
   /// Opens an empty conversation.   Returns  its id.
-  index_t open(const Recipe& recipe) {
-    const index_t id = next_id();
-    return insert(id, conversation(true, planned<Recipe>(recipe, 0), shape_.layers));
+  index_t open(const Recipe& recipe, const own_budgets<Recipe>& budgets) {
+    return insert(next_id(),
+                  conversation(true, budgets, planned<Recipe>(budgets.fitted(recipe, {}), 0), shape_.layers));
   }
   /// Opens a copy of a conversation. Call `check_fork` and `require_room` first.   Returns  its id.
   index_t fork(index_t id) {
@@ -51,7 +51,7 @@ class conversations {
   }
   void check_fork(index_t id) const { sequence(id).check_fork(); }
   void close(index_t id) {
-    find(id) = conversation(false, none_, 0);
+    find(id) = conversation(false, {}, none_, 0);
     closed_.add(id);
   }
 
@@ -90,8 +90,10 @@ class conversations {
   }
   void follow_budget(const Recipe& recipe) {
     none_.follow(recipe);
-    for (conversation& c : all_) c.policies.follow(recipe), c.ended_policies.follow(recipe);
+    for (conversation& c : all_) c.follow_budget(recipe);
   }
+  /// A sequence whose budgets are shares gets those of a step that takes `tokens` more; 0: those of the last step.
+  void follow_shares(const Recipe& recipe, index_t id, index_t tokens) { find(id).follow_shares(recipe, tokens); }
 
   // --- prompts -------------------------------------------------------------------------------------------------------
 
@@ -155,7 +157,7 @@ class conversations {
               "announce a prompt before its first chunk");
     }
     c.front().require_positions(tokens);
-    return planned<Recipe>(recipe, c.front().next_position + tokens);
+    return c.plan(recipe, c.front().next_position + tokens);
   }
   void announce(index_t id, index_t tokens, const planned<Recipe>& policies) {
     find(id).announced = tokens;
@@ -211,7 +213,7 @@ class conversations {
   void end_layer(sequence_layer owner) { find(owner.id).layers[std::size_t(owner.layer)].ended = true; }
   /// The policies of a conversation whose prompt has ended in this layer.
   planned<Recipe> plan_layer_end(const Recipe& recipe, sequence_layer owner) const {
-    return planned<Recipe>(recipe, progress(owner).next_position);
+    return sequence(owner.id).plan(recipe, progress(owner).next_position);
   }
 
   /// The policies of a conversation whose prompt ends now.
@@ -224,7 +226,7 @@ class conversations {
               "prefill every layer with every chunk before the prompt ends");
     }
     require_whole_prompt(id, c.front());
-    return planned<Recipe>(recipe, c.front().next_position);
+    return c.plan(recipe, c.front().next_position);
   }
   turn_clock clock_of_prompt_end(index_t id) const { return {sequence(id).now.turn + 1, 0}; }
   void end_prompt(index_t id, const planned<Recipe>& policies) {
@@ -267,24 +269,7 @@ class conversations {
     batch::require_different(ids);
     for (std::size_t b = 0; b < ids.size(); ++b) {
       const conversation& c = sequence(ids[b]);
-      c.front().require_positions(tokens);
-      if (c.is_cut)
-        fail("turn of sequence " + std::to_string(ids[b]), "cut by truncate", "one whose prompt has ended",
-             "write a prompt before the next step");
-      for (const layer& state : c.layers) {
-        require(state.turn_tokens == 0, "tokens since the prompt began", state.turn_tokens, "0",
-                "call end_prefill before the first decode step");
-        if (state.next_position != c.front().next_position) {
-          fail("tokens of a layer before the step", state.next_position, std::to_string(c.front().next_position),
-               "decode every layer, in order, in every step");
-        }
-      }
-      if constexpr (Recipe::retrieve_type::retrieves && !Recipe::retrieve_type::estimates &&
-                    !Recipe::retain_type::plans) {
-        require(recipe.retrieve.mean_block() > 0 || c.policies.plan.read >= tokens, "budget", c.policies.plan.read,
-                "at least the tokens of the step, which are " + std::to_string(tokens),
-                "raise the budget: a step of several tokens reads them all");
-      }
+      c.check_step(ids[b], tokens);
       const turn_clock then = c.step_clock(tokens);
       const bool first = due(recipe, moment::step_begin, then), last = due(recipe, moment::step_end, then);
       require(b == 0 || (first == step.evicts_first && last == step.evicts_last), "sequence id in a batch", ids[b],
@@ -294,6 +279,18 @@ class conversations {
       step.evicts_last = last;
     }
     return step;
+  }
+  /// Errors   a sequence whose steps read fewer tokens than the step has: tessera::error.
+  void check_reads(const Recipe& recipe, const batch& step) const {
+    if constexpr (Recipe::retrieve_type::retrieves && !Recipe::retrieve_type::estimates &&
+                  !Recipe::retain_type::plans) {
+      for (const index_t id : step.ids) {
+        const index_t read = sequence(id).policies.plan.read;
+        require(recipe.retrieve.mean_block() > 0 || read >= step.tokens, "budget", read,
+                "at least the tokens of the step, which are " + std::to_string(step.tokens),
+                "raise the budget: a step of several tokens reads them all");
+      }
+    }
   }
   batch begin_step(batch step) {
     step.number = ++*steps_;

@@ -8,7 +8,7 @@
 #include "../../core/error.hpp"
 #include "../../core/host/host_vector.hpp"
 #include "../../core/prompt/layer_progress.hpp"
-#include "../../planned.hpp"
+#include "own_budgets.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -19,6 +19,7 @@ struct sequence_state {
   turn_clock now{};
   std::uint64_t step = 0;          ///< the number of the one that `begin_step` began; 0: none yet in this turn
   index_t step_began = -1;         ///< the position of its first token
+  own_budgets<Recipe> budgets;     ///< that `open` was given
   planned<Recipe> policies;        ///< those of an announced prompt, else those of the last turn's end
   planned<Recipe> ended_policies;  ///< as the last turn's end left them
   host_vector<layer_progress> layers;
@@ -27,15 +28,51 @@ struct sequence_state {
   index_t step_tokens = 0;   ///< of the step that `begin_step` began
   bool is_cut = false;       ///< `truncate` cut an ended prompt: the next call is a prompt's
 
-  sequence_state(bool is_open, const planned<Recipe>& first, index_t layer_count)
-      : open(is_open), policies(first), ended_policies(first), layers(std::size_t(layer_count)) {}
+  sequence_state(bool is_open, const own_budgets<Recipe>& own, const planned<Recipe>& first, index_t layer_count)
+      : open(is_open), budgets(own), policies(first), ended_policies(first), layers(std::size_t(layer_count)) {}
 
   const layer_progress& front() const { return layers.front(); }
+
+  /// The policies of a prompt that ends, in all layers or in one, when `taken` tokens have been taken.
+  planned<Recipe> plan(const Recipe& recipe, index_t taken) const {
+    return planned<Recipe>(budgets.fitted(recipe, {taken, 0}), taken);
+  }
+  /// Adopts a changed budget of the recipe.
+  void follow_budget(const Recipe& recipe) {
+    policies.follow(budgets.fitted(recipe, {policies.plan.prompt, 0}));
+    ended_policies.follow(budgets.fitted(recipe, {ended_policies.plan.prompt, 0}));
+  }
+  /// The recipe with this sequence's budgets in a step that takes `tokens` more; 0: now.
+  Recipe with_budgets(const Recipe& recipe, index_t tokens = 0) const {
+    const index_t taken = front().next_position + tokens;
+    return budgets.fitted(recipe, {taken, taken - answer_began});
+  }
+  /// Adopts what shares come to in a step that takes `tokens` more.
+  void follow_shares(const Recipe& recipe, index_t tokens) {
+    if (budgets.options().has_shares()) policies.follow_step(with_budgets(recipe, tokens));
+  }
 
   /// The clock of the next step. A step that was prepared at the same position and never decoded does not count.
   turn_clock step_clock(index_t tokens) const {
     return {now.turn, now.steps + (step_began == front().next_position ? 0 : 1),
             front().next_position - answer_began + tokens, tokens};
+  }
+
+  /// Errors   the next step, of `tokens` tokens, may not come yet: tessera::error. `id`: of this sequence.
+  void check_step(index_t id, index_t tokens) const {
+    front().require_positions(tokens);
+    if (is_cut) {
+      fail("turn of sequence " + std::to_string(id), "cut by truncate", "one whose prompt has ended",
+           "write a prompt before the next step");
+    }
+    for (const layer_progress& layer : layers) {
+      require(layer.turn_tokens == 0, "tokens since the prompt began", layer.turn_tokens, "0",
+              "call end_prefill before the first decode step");
+      if (layer.next_position != front().next_position) {
+        fail("tokens of a layer before the step", layer.next_position, std::to_string(front().next_position),
+             "decode every layer, in order, in every step");
+      }
+    }
   }
 
   /// Errors   a prompt or a step under way: tessera::error.

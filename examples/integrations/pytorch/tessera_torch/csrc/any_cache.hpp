@@ -10,6 +10,7 @@
 #include <tessera/backend/cpu/kernel/executor.hpp>
 #include <tessera/core/logit_rule.hpp>
 #include <tessera/core/model_shape.hpp>
+#include <tessera/runtime/turn/sequence_options.hpp>
 #include <vector>
 
 namespace tessera_torch {
@@ -53,9 +54,10 @@ struct cache_request {
       table;  ///< a number for each head of the model, for budgets by such; or null
   std::shared_ptr<tessera::cpu::executor> workers;
   index_t sequences = 1;
-  index_t tokens = 0;       ///< longest conversation; CUDA allocates for it, the CPU as tokens come
-  index_t step_tokens = 1;  ///< of a step at most; CUDA alone, the CPU takes 8
-  device_memory memory;     ///< CUDA alone
+  index_t tokens = 0;           ///< longest conversation; CUDA allocates for it, the CPU as tokens come
+  index_t step_tokens = 1;      ///< of a step at most; CUDA alone, the CPU takes 8
+  index_t smallest_budget = 0;  ///< of a sequence; 0: that of all; CUDA alone
+  device_memory memory;         ///< CUDA alone
 };
 
 /// The cache of a batch of conversations. `stream` is a cudaStream_t, null on the CPU.
@@ -65,7 +67,7 @@ class any_cache {
   virtual ~any_cache() = default;
 
   virtual std::unique_ptr<any_cache> clone(const device_memory& memory) const = 0;  ///< an independent copy
-  virtual index_t open(void* stream) = 0;
+  virtual index_t open(const tessera::sequence_options& options, void* stream) = 0;
 
   /// Makes room in every layer, so that a prompt in chunks does not move what it has stored.
   virtual void reserve(index_t id, index_t tokens, void* stream) = 0;

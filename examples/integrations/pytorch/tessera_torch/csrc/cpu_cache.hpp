@@ -18,7 +18,7 @@ class cpu_cache final : public any_cache {
       : table_(request.table), cache_(request.shape, requested<Recipe>(request), request.workers) {}
 
   std::unique_ptr<any_cache> clone(const device_memory&) const override { return std::make_unique<cpu_cache>(*this); }
-  index_t open(void*) override { return cache_.open(); }
+  index_t open(const tessera::sequence_options& options, void*) override { return cache_.open(options); }
 
   void reserve(index_t, index_t, void*) override {}
   void prompt(index_t layer, index_t id, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v,

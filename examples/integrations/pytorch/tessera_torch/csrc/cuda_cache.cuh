@@ -26,7 +26,9 @@ class cuda_cache final : public any_cache {
     twin->memory_ = source_of(memory);
     return twin;
   }
-  index_t open(void* stream) override { return cache_.open(at(stream)); }
+  index_t open(const tessera::sequence_options& options, void* stream) override {
+    return cache_.open(options, at(stream));
+  }
 
   void reserve(index_t id, index_t tokens, void* stream) override { cache_.reserve(id, tokens, at(stream)); }
   void prompt(index_t layer, index_t id, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v,
@@ -88,6 +90,7 @@ class cuda_cache final : public any_cache {
     options.sequences = request.sequences;
     options.tokens = request.tokens;
     options.step_tokens = request.step_tokens;
+    options.smallest_budget = request.smallest_budget;
     return cache_type(request.shape, requested<Recipe>(request), options);
   }
 

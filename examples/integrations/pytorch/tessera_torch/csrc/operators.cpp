@@ -60,7 +60,8 @@ Tensor create(const std::string& library, std::int64_t layers, std::int64_t q_he
               at::IntArrayRef sliding, std::int64_t window, double scale, double soft_cap,
               c10::optional<std::int64_t> budget, const std::vector<std::string>& settings, std::int64_t sequences,
               std::int64_t tokens, const c10::optional<Tensor>& sinks, c10::optional<at::Device> device,
-              at::ArrayRef<double> rope_frequencies, at::ArrayRef<double> table, std::int64_t step_tokens) {
+              at::ArrayRef<double> rope_frequencies, at::ArrayRef<double> table, std::int64_t step_tokens,
+              at::IntArrayRef budgets, at::ArrayRef<double> shares) {
   return guarded([&](registry& all) {
     cache_request request =
         request_of(layers, q_heads, kv_heads, sliding, window, scale, soft_cap, budget, settings, sinks, table);
@@ -69,11 +70,20 @@ Tensor create(const std::string& library, std::int64_t layers, std::int64_t q_he
     request.sequences = index_t(sequences);
     request.tokens = index_t(tokens);
     request.step_tokens = index_t(step_tokens);
+    const auto options_of = [&](std::int64_t b) {
+      tessera::sequence_options own;
+      if (!budgets.empty()) own.budget = {index_t(budgets[std::size_t(b)]), shares[std::size_t(b)]};
+      return own;
+    };
+    for (std::int64_t b = 0; b < sequences && !budgets.empty(); ++b) {
+      const index_t own = options_of(b).budget.is_share() ? 16 : index_t(budgets[std::size_t(b)]);
+      request.smallest_budget = b == 0 ? own : std::min(request.smallest_budget, own);
+    }
     conversations made(device, request.shape, sinks);
     request.memory = made.source();
     taking_memory(all, made, [&] {
       made.cache.reset(symbol_of<decltype(&tessera_torch_make)>(library, "tessera_torch_make")(request));
-      for (std::int64_t b = 0; b < sequences; ++b) made.ids.push_back(made.cache->open(made.stream()));
+      for (std::int64_t b = 0; b < sequences; ++b) made.ids.push_back(made.cache->open(options_of(b), made.stream()));
     });
     made.in_prompt.assign(std::size_t(sequences), false);
     return all.add(std::move(made));
@@ -326,7 +336,8 @@ TORCH_LIBRARY(tessera, m) {
   m.def(
       "create(str library, int layers, int q_heads, int kv_heads, int[] sliding, int window, float scale, "
       "float soft_cap, int? budget, str[] settings, int sequences, int tokens, Tensor? sinks, "
-      "Device? device=None, float[] rope_frequencies=[], float[] table=[], int step_tokens=1) -> Tensor",
+      "Device? device=None, float[] rope_frequencies=[], float[] table=[], int step_tokens=1, "
+      "int[] budgets=[], float[] shares=[]) -> Tensor",
       &create);
   m.def("clone(Tensor cache) -> Tensor");
   m.def("destroy(int handle) -> ()", &destroy);

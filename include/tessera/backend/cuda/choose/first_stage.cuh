@@ -13,6 +13,7 @@
 #include "../device/copy.cuh"
 #include "../observe/observers.cuh"
 #include "../store/kv_store.cuh"
+#include "../store/step_table.cuh"
 #include "detail/group_members.cuh"
 #include "detail/model_counts.cuh"
 #include "score_and_choose.cuh"
@@ -68,6 +69,8 @@ class settled_layers<Recipe, true> {
 /// Chooses nothing. Every first stage has an observer and these members:
 ///   observer()                           see observe/observers.cuh
 ///   fit(recipe, ...), adopt(fitted)      operations for another budget; use them from now on
+///   require_covered(policies)            tessera::error where a budget is larger than that of the operations
+///   set_budgets(...)                     budgets of a batch's sequences, for choices in steps
 ///   max_sequences(), max_kept_tokens()   sequences of one choice; tokens that one head of it keeps
 ///   members()                            which query heads choose together
 ///   settled()                            how much of a prompt earlier choices have settled
@@ -90,6 +93,10 @@ class first_stage {
       : observer_(recipe, shape, options, device, 1), settled_(shape, options), members_(1, shape) {}
   operations fit(const Recipe&, const device_info&) const { return {}; }
   void adopt(operations&&) {}
+  void require_covered(const planned<Recipe>&) const {}
+  template <class PoliciesOf>
+  void set_budgets(const host_vector<index_t>&, const PoliciesOf&, index_t, cudaStream_t) {}
+  host_vector<detail::gathered_column> gathered() const { return {}; }
   index_t max_sequences() const { return 1; }
   index_t max_kept_tokens() const { return 1; }
   static index_t max_kept_tokens(const operations&) { return 1; }
@@ -136,7 +143,7 @@ class first_stage<Recipe, true> {
 
   /// What the budget's choices need.
   struct operations {
-    index_t max_kept;
+    index_t max_kept, budget;
     score_and_choose<view_type, policy> choose;
     device_buffer<unsigned char> scratch;
   };
@@ -149,7 +156,12 @@ class first_stage<Recipe, true> {
         observer_(recipe, shape, options, device, batch_),
         counts_(shape, options, device),
         settled_(shape, options),
-        operations_(fit(recipe, device)) {
+        operations_(fit(recipe, device)),
+        budgets_(batch_),
+        tails_(batch_),
+        longer_tails_(batch_),
+        tail_follows_budget_(scorer::observed != observes::window &&
+                             recipe.retain.scorer.protected_tail(1) != recipe.retain.scorer.protected_tail(1 << 20)) {
     require(!weighted_scorer<scorer> || !shape.output_projection, "output_projection", "given",
             "null: the device weighs values as they are", "leave it out, or take the CPU's cache");
   }
@@ -157,6 +169,7 @@ class first_stage<Recipe, true> {
   operations fit(const Recipe& recipe, const device_info& device) const {
     const index_t kept = max_kept(recipe);
     operations made{kept,
+                    recipe.retain.budget.tokens,
                     {recipe.retain.planned(recipe.retain.plan(options_.tokens)),
                      {batch_, shape_.kv_heads, members_.q_heads(), observer_type::queries_at_once(recipe, options_),
                       options_.tokens, kept},
@@ -167,6 +180,34 @@ class first_stage<Recipe, true> {
   }
   void adopt(operations&& fitted) { operations_ = std::move(fitted); }
 
+  /// Errors   a budget larger than that for which the operations were made.
+  void require_covered(const planned<Recipe>& policies) const {
+    if constexpr (!Recipe::retain_type::plans && !Recipe::retain_type::over_model) {
+      const index_t tokens = policies.first.budget.tokens;
+      if (tokens > operations_.budget) {
+        fail("budget of a sequence", tokens, "at most the recipe's, which is " + std::to_string(operations_.budget),
+             "raise the recipe's budget");
+      }
+    }
+  }
+  /// The budgets of a batch's sequences, for choices in steps. `added`: newest tokens that stay whatever their score.
+  template <class PoliciesOf>
+  void set_budgets(const host_vector<index_t>& ids, const PoliciesOf& policies_of, index_t added, cudaStream_t stream) {
+    if constexpr (in_steps) {
+      budgets_.set(ids, [&](index_t id) { return policies_of(id).first.budget.tokens; }, stream);
+      if (!tail_follows_budget_) return;
+      const auto tail = [&](index_t id) {
+        const auto& first = policies_of(id).first;
+        return (std::max)(added, first.scorer.protected_tail(first.budget.tokens));
+      };
+      (added > 0 ? longer_tails_ : tails_).set(ids, tail, stream);
+    }
+  }
+  host_vector<detail::gathered_column> gathered() const {
+    if (!in_steps) return {};
+    if (!tail_follows_budget_) return {budgets_.gathered()};
+    return {budgets_.gathered(), tails_.gathered(), longer_tails_.gathered()};
+  }
   index_t max_sequences() const { return batch_; }
   index_t max_kept_tokens() const { return operations_.max_kept; }
   static index_t max_kept_tokens(const operations& fitted) { return fitted.max_kept; }
@@ -228,6 +269,8 @@ class first_stage<Recipe, true> {
                                 index_t added, index_t member, cudaStream_t stream) const {
     const newest_rows<T> queries = observer_.queries_in_step(layer, ids, view.sequences, next, stream);
     choose_problem<view_type, T> problem = this->problem(store, view, queries, layer, added);
+    problem.budgets = budgets_.batch();
+    if (tail_follows_budget_) problem.tails = (added > 0 ? longer_tails_ : tails_).batch();
     return run(policies, problem, queries, rule, member, stream);
   }
 
@@ -288,6 +331,8 @@ class first_stage<Recipe, true> {
   model_counts<Recipe> counts_;
   settled_layers<Recipe> settled_;
   operations operations_;
+  id_values<index_t> budgets_, tails_, longer_tails_;  // of choices in steps; longer ones have the step's tokens
+  bool tail_follows_budget_;
 };
 
 }  // namespace cuda

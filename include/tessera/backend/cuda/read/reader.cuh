@@ -89,6 +89,7 @@ class exact_reader;
 ///   require_covered(policies), require_fits(tokens)      tessera::error where the reader's memory is too small
 ///   gathered()                               the columns by id that `prepare_step` gathers for a batch
 ///   set_plan(id, policies, stream)           called when a sequence has a new plan
+///   set_reads(ids, policies_of, stream)      called before a step: what it reads of these sequences may have grown
 ///   refresh(owner, view, longest, stream)    called when a prompt has ended, and when tokens were taken back: a
 ///                                            layer's index is built anew. A reader whose steps leave more behind than
 ///                                            rows tell declares static constexpr bool steps_are_settled = true: they
@@ -114,6 +115,8 @@ struct reader_without_index {
   void require_fits(offset_t) const {}
   host_vector<detail::gathered_column> gathered() const { return {}; }
   void set_plan(index_t, const planned<Recipe>&, cudaStream_t) {}
+  template <class PoliciesOf>
+  void set_reads(const host_vector<index_t>&, const PoliciesOf&, cudaStream_t) {}
   void clear(index_t, cudaStream_t) {}
   void refresh(sequence_layer, const View&, index_t, cudaStream_t) const {}
   void copy(index_t, index_t, cudaStream_t) const {}

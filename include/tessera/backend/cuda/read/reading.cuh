@@ -76,6 +76,11 @@ class reading {
     reader_.set_plan(id, policies, stream);
   }
 
+  template <class PoliciesOf>
+  void set_reads(const host_vector<index_t>& ids, const PoliciesOf& policies_of, cudaStream_t stream) {
+    reader_.set_reads(ids, policies_of, stream);
+  }
+
   /// Errors   the reader has no room for `tokens` more.
   void require_fits(sequence_layer owner, const store_type& store, index_t tokens) const {
     reader_.require_fits(offset_t(candidates_.bound(owner, store.bound(owner)).longest) + tokens);

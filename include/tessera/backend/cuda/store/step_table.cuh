@@ -2,9 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/sequence_layer.hpp"
+#include "../device/copy.cuh"
 #include "../device/kernel.cuh"
 #include "../device/memory.cuh"
 
@@ -12,7 +14,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-inline constexpr int ids_at_a_time = 64, max_columns = 8;
+inline constexpr int ids_at_a_time = 64, max_columns = 12;
 
 struct some_ids {
   index_t ids[ids_at_a_time];
@@ -21,6 +23,18 @@ template <int Threads>
 __global__ void __launch_bounds__(Threads)
     set_ids_entry(const __grid_constant__ some_ids given, index_t count, index_t* to) {
   if (index_t(threadIdx.x) < count) to[threadIdx.x] = given.ids[threadIdx.x];
+}
+
+/// Values of some ids.
+template <class T, int Count>
+struct some_values {
+  index_t ids[Count];
+  T values[Count];
+};
+template <class T, int Count>
+__global__ void __launch_bounds__(Count)
+    set_values_entry(const __grid_constant__ some_values<T, Count> given, index_t count, T* by_id) {
+  if (index_t(threadIdx.x) < count) by_id[given.ids[threadIdx.x]] = given.values[threadIdx.x];
 }
 
 /// An array [layers, sequences, width] of words by id, and its copy for the batch.
@@ -96,6 +110,55 @@ class id_column {
   device_buffer<T> by_id_, in_batch_;
 };
 
+/// A value by id that the host sets between steps, and its copy for the batch. Values that stay the same are not
+/// written again.
+template <class T>
+class id_values {
+  static constexpr int at_a_time = 32;
+
+ public:
+  explicit id_values(index_t sequences) : column_(1, sequences, 1), known_(std::size_t(sequences)) {}
+
+  /// `value_of(id)` for each of these ids. The host's part of a step: never record it.
+  template <class ValueOf>
+  void set(const host_vector<index_t>& ids, const ValueOf& value_of, cudaStream_t stream) {
+    detail::some_values<T, at_a_time> some{};
+    index_t count = 0;
+    for (const index_t id : ids) {
+      const T value = value_of(id);
+      known& of_id = known_[std::size_t(id)];
+      if (of_id.is_set && of_id.value == value) continue;
+      of_id = {value, true};
+      some.ids[count] = id, some.values[count] = value;
+      if (++count == at_a_time) write(some, std::exchange(count, 0), stream);
+    }
+    if (count > 0) write(some, count, stream);
+  }
+  void set(index_t id, const T& value, cudaStream_t stream) {
+    known& of_id = known_[std::size_t(id)];
+    if (of_id.is_set && of_id.value == value) return;
+    of_id = {value, true};
+    set_number(column_.entry({0, id}), value, stream);
+  }
+
+  const T* entry(index_t id) const { return column_.entry({0, id}); }
+  const T* batch() const { return column_.batch(0); }
+  detail::gathered_column gathered() const { return column_.gathered(); }
+
+ private:
+  struct known {
+    T value{};
+    bool is_set = false;
+  };
+  void write(const detail::some_values<T, at_a_time>& some, index_t count, cudaStream_t stream) const {
+    detail::set_values_entry<<<1, at_a_time, 0, stream>>>(some, count, column_.entry({}));
+    check(cudaGetLastError(), "launch of set_values");
+  }
+
+  id_column<T> column_;
+  host_vector<known> known_;  // what the device has, or will have once the streams have come so far
+};
+
 /// The ids of the batch on the device. Only `set` needs the host. All other launches of a step can be recorded, and
 /// replayed for other ids.
 class step_table {
@@ -118,6 +181,8 @@ class step_table {
   void gather(index_t batch, const host_vector<detail::gathered_column>& columns, cudaStream_t stream) const {
     if (columns.empty()) return;
     detail::gathered_columns list{};
+    require(columns.size() <= detail::max_columns, "columns of a step", columns.size(), "at most 12",
+            "raise max_columns");
     std::copy(columns.begin(), columns.end(), list.columns);
     index_t layers = 1;
     for (const detail::gathered_column& column : columns) layers = (std::max)(layers, column.layers);

@@ -12,6 +12,9 @@ void basic_cache<Recipe, Backend>::set_budget(index_t tokens, default_queue queu
   changed.set_budget(tokens);
   changed.check();
   conversations_.check_budget_change();
+  for (index_t id = 0; id < conversations_.size(); ++id) {
+    if (conversations_.is_open(id)) backend_.check_budgets(changed, conversations_.sequence(id).with_budgets(changed));
+  }
   backend_.follow_budget(changed, queue);
   recipe_ = changed;
   conversations_.follow_budget(recipe_);
@@ -19,11 +22,14 @@ void basic_cache<Recipe, Backend>::set_budget(index_t tokens, default_queue queu
 }
 
 template <class Recipe, class Backend>
-index_t basic_cache<Recipe, Backend>::open(default_queue queue) {
+index_t basic_cache<Recipe, Backend>::open(const sequence_options& options, default_queue queue) {
   const default_float_mode mode;
+  const own_budgets<Recipe> budgets(recipe_, options);
   conversations_.require_room(backend_.max_sequences());
-  backend_.open(conversations_.next_id(), planned<Recipe>(recipe_, 0), queue);
-  return conversations_.open(recipe_);
+  const Recipe own = budgets.fitted(recipe_, {});
+  backend_.check_budgets(recipe_, own);
+  backend_.open(conversations_.next_id(), planned<Recipe>(own, 0), queue);
+  return conversations_.open(recipe_, budgets);
 }
 
 template <class Recipe, class Backend>
@@ -136,7 +142,14 @@ batch basic_cache<Recipe, Backend>::prepare_step(const host_vector<index_t>& ids
                                                  std::span<const std::uint8_t> boundaries) {
   const default_float_mode mode;
   batch step = conversations_.plan_step(recipe_, ids, tokens, backend_.max_step_tokens(), boundaries);
-  backend_.prepare_step(recipe_, step, conversations_, queue);
+  for (const index_t id : ids) conversations_.follow_shares(recipe_, id, tokens);
+  try {
+    conversations_.check_reads(recipe_, step);
+    backend_.prepare_step(recipe_, step, conversations_, queue);
+  } catch (...) {
+    for (const index_t id : ids) conversations_.follow_shares(recipe_, id, 0);
+    throw;
+  }
   step = conversations_.begin_step(std::move(step));
   backend_.begin_counting(step, conversations_);
   return step;
@@ -169,11 +182,16 @@ void basic_cache<Recipe, Backend>::attend(index_t layer, const batch& step, cons
 }
 
 template <class Recipe, class Backend>
-capacity basic_cache<Recipe, Backend>::bound(index_t prompt, index_t answer, index_t chunk) const {
+capacity basic_cache<Recipe, Backend>::bound(index_t prompt, index_t answer, index_t chunk,
+                                             const sequence_options& options) const {
   const turn_extent turn{prompt, answer, chunk == 0 ? prompt : chunk, backend_.max_step_tokens()};
   turn.check();
-  const planned<Recipe> policies = conversations_.plan_first(recipe_, prompt);
-  return backend_.upper_bound(recipe_, policies, layer_peaks(recipe_, policies, backend_.roles(), shape_, turn));
+  const own_budgets<Recipe> budgets(recipe_, options);
+  // Shares grow within the answer: the last step's are the largest.
+  const Recipe own = budgets.fitted(recipe_, {turn.tokens(), answer});
+  backend_.check_budgets(recipe_, own);
+  const planned<Recipe> policies = conversations_.plan_first(own, prompt);
+  return backend_.upper_bound(own, policies, layer_peaks(own, policies, backend_.roles(), shape_, turn));
 }
 
 TESSERA_NAMESPACE_END

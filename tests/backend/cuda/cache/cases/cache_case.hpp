@@ -48,6 +48,8 @@ class conversation {
   static constexpr double margin = packs && std::is_same_v<T, bf16> ? 2e-2 : 8e-3;
 
  public:
+  static constexpr index_t smallest_budget = 40;
+
   conversation(const conversation_setup<Method>& setup, disagreement& seen)
       : shape_(setup.shape),
         method_(setup.method),
@@ -87,12 +89,17 @@ class conversation {
     chosen.sequences = 3;
     chosen.tokens = 1024;
     chosen.step_tokens = 8;
+    chosen.smallest_budget = smallest_budget;
     return chosen;
   }
 
+  /// Some sequences have budgets of their own.
   void open() {
-    const index_t id = host_.open();
-    must(device_.open() == id, "both caches open the same id", id);
+    sequence_options own;
+    if (Method::budgets.largest > 0 && engine_() % 2 == 0)
+      own.budget.tokens = smallest_budget + index_t(engine_() % unsigned(method_.budget() - smallest_budget + 1));
+    const index_t id = host_.open(own);
+    must(device_.open(own) == id, "both caches open the same id", id);
     ids_.push_back(id);
     has_prompt_[std::size_t(id)] = false;
   }
@@ -346,7 +353,7 @@ void hold_conversations(int count, scales kind = scales::any, const Configure& c
   for (int i = 0; i < support::scaled(count); ++i) {
     conversation_setup<Method> setup{support::called_shape<Method>(random_conversation_shape()), {}, kind};
     support::keep_all_elements(setup.method);
-    setup.method.set_budget(draw(40, 120));
+    setup.method.set_budget(draw(conversation<Method>::smallest_budget, 120));
     if constexpr (requires { setup.method.retain.scorer.window; }) setup.method.retain.scorer.window = draw(1, 32);
     configure(setup.method, std::as_const(setup.shape));
     const auto calls = random_conversation(Method::retain_type::settles, !Method::retain_type::rereads);

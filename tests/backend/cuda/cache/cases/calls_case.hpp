@@ -25,7 +25,7 @@ class device_calls final : public support::called_cache {
   device_calls(const model_shape& shape, const Method& method, const cuda::cache_options& options)
       : held_(shape, method, options), memory_(std::make_shared<memory>()) {}
   std::unique_ptr<called_cache> copy() const override { return std::make_unique<device_calls>(*this); }
-  index_t open() override { return held_.open(); }
+  index_t open(const sequence_options& options) override { return held_.open(options); }
   index_t fork(index_t id) override { return held_.fork(id); }
   void truncate(index_t id, index_t position) override { held_.truncate(id, position); }
   index_t settled(index_t id) const override { return held_.settled(id); }
@@ -74,8 +74,9 @@ class device_calls final : public support::called_cache {
   }
   offset_t bytes(index_t id) const override { return held_.bytes(id); }
   offset_t bytes_read(index_t id) const override { return held_.bytes_read(id); }
-  tessera::capacity bound(index_t prompt, index_t answer, index_t chunk) const override {
-    return held_.bound(prompt, answer, chunk);
+  tessera::capacity bound(index_t prompt, index_t answer, index_t chunk,
+                          const tessera::sequence_options& options) const override {
+    return held_.bound(prompt, answer, chunk, options);
   }
   tessera::capacity available() const override { return held_.available(); }
 

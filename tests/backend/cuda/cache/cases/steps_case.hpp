@@ -62,9 +62,10 @@ std::size_t replay_steps_of(const Configure& configure) {
   cuda::cache_options options;
   options.sequences = 2;
   options.tokens = 512;
+  options.smallest_budget = 16;
   cuda::cache<Method> recorded(shape, method, options);
-  for (const index_t id : ids) {
-    recorded.open();
+  for (const index_t id : ids) {  // the second one's budget grows from step to step
+    recorded.open(id == 1 && Method::budgets.largest > 0 ? sequence_options{{0, 0.25}, {}} : sequence_options{});
     const auto boundaries = random_boundaries<Method>(90 + 7 * id);
     for (index_t layer = 0; layer < shape.layers; ++layer) {
       const step_rows<T> x(1, 90 + 7 * id, shape, D);

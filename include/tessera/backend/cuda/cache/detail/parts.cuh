@@ -69,6 +69,17 @@ struct cache_parts {
     return store.fit(first.max_sequences(), (std::max)(max_kept_tokens, shape.window), device);
   }
 
+  /// Errors   a sequence's budgets are larger than those that memory was made for.
+  void require_covered(const planned<Recipe>& policies) const {
+    first.require_covered(policies);
+    read_stage.require_covered(policies);
+  }
+  /// The plan of a sequence, and its budgets, for the steps that follow.
+  void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
+    read_stage.set_plan(id, policies, stream);
+    first.set_budgets({id}, [&](index_t) -> const planned<Recipe>& { return policies; }, 0, stream);
+  }
+
   sequence_layers all_layers(const host_vector<index_t>& ids) const {
     sequence_layers owners;
     for (const index_t id : ids) {

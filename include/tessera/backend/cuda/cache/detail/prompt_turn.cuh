@@ -79,7 +79,7 @@ class prompt_turn {
                  const prompt_reach& reach, cudaStream_t stream) {
     parts_.order.require_none_under_way();
     if constexpr (chooses_by_layer<Recipe>) {
-      parts_.read_stage.require_covered(policies);
+      parts_.require_covered(policies);
       const sequence_layers choosing = plan_choice({owner}, policies, due, reach, stream);
       const index_t* next = set_number(parts_.chunk_position.data(), reach.end, stream);
       kept_slots kept;
@@ -95,7 +95,7 @@ class prompt_turn {
   void end(index_t id, const planned<Recipe>& policies, bool due, const sequence_state<Recipe>& state,
            cudaStream_t stream) {
     const prompt_reach all = state.front().reach();
-    parts_.read_stage.require_covered(policies);
+    parts_.require_covered(policies);
     if (due) parts_.first.count_over_model(id, parts_.store, policies, parts_.roles, stream);
     sequence_layers waiting;
     for (const sequence_layer owner : parts_.all_layers({id})) {
@@ -113,7 +113,7 @@ class prompt_turn {
       choose(owner, policies, due, reach, next, kept, stream);
     }
     parts_.store.commit_packing(stream);
-    parts_.read_stage.set_plan(id, policies, stream);
+    parts_.set_plan(id, policies, stream);
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
       if (parts_.roles.follows_recipe(layer)) parts_.read_stage.refresh({layer, id}, parts_.store, stream);
     }

@@ -23,10 +23,14 @@ class step_turn {
 
   /// Makes room for a step in every layer, or in none, and notes on the host what the step will append and choose.
   void prepare(const batch& step, const conversations<Recipe>& known, cudaStream_t stream) {
-    for (const index_t id : step.ids) parts_.order.require_finished(id);
+    for (const index_t id : step.ids) {
+      parts_.order.require_finished(id);
+      if (known.sequence(id).budgets.options().has_shares()) parts_.require_covered(known.sequence(id).policies);
+    }
     const sequence_layers owners = parts_.all_layers(step.ids);
     make_room(owners, step, known, stream);
     parts_.steps.set(step.ids, stream);
+    set_budgets(step, known, stream);
     note(owners, step, known);
     if constexpr (Recipe::needs_segments) {
       host_vector<segment_cursor> texts;
@@ -41,6 +45,7 @@ class step_turn {
     parts_.order.begin(step, stream);
     auto columns = parts_.store.gathered();
     for (const auto& column : parts_.read_stage.gathered()) columns.push_back(column);
+    for (const auto& column : parts_.first.gathered()) columns.push_back(column);
     parts_.steps.gather(sequences, columns, stream);
     advance_positions(parts_.next.data(), parts_.steps.ids(), parts_.first_position.data(), parts_.next_position.data(),
                       sequences, step.tokens, stream);
@@ -83,6 +88,20 @@ class step_turn {
   }
 
  private:
+  /// Budgets that have grown since the last step, and newest tokens that stay when a choice comes before the step
+  /// reads.
+  void set_budgets(const batch& step, const conversations<Recipe>& known, cudaStream_t stream) {
+    const auto policies_of = [&](index_t id) -> const planned<Recipe>& { return known.sequence(id).policies; };
+    host_vector<index_t> growing;
+    for (const index_t id : step.ids) {
+      if (known.sequence(id).budgets.options().has_shares()) growing.push_back(id);
+    }
+    if (!growing.empty()) {
+      parts_.read_stage.set_reads(growing, policies_of, stream);
+      parts_.first.set_budgets(growing, policies_of, 0, stream);
+    }
+    if (step.evicts_first) parts_.first.set_budgets(step.ids, policies_of, step.tokens, stream);
+  }
   void make_room(const sequence_layers& owners, const batch& step, const conversations<Recipe>& known,
                  cudaStream_t stream) {
     parts_.store.finish_layer(stream);  // now, because within the step it would move rows

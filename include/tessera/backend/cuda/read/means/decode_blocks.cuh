@@ -61,8 +61,14 @@ class decode_blocks {
     const rotated_rows rotated = choose(problem, workspace, stream);
     attend(problem, rotated, workspace, stream);
   }
-  /// Sets the problem's `chosen`, `unit` and `chosen_begins`; they lie in the workspace.
-  rotated_rows choose(packed_problem<View, Out>& problem, void* workspace, cudaStream_t stream) const {
+  /// A budget of `tokens`, at most those that this was made for, as `choose` takes it from the device.
+  block_reads reads(index_t tokens) const {
+    return {tokens, trim_ ? read_ : (std::min)(ceil_div(tokens, block_), read_)};
+  }
+  /// Sets the problem's `chosen`, `unit` and `chosen_begins`; they lie in the workspace. `reads` [sequences], on the
+  /// device: budgets by sequence, made by `reads`; null: the same for all.
+  rotated_rows choose(packed_problem<View, Out>& problem, void* workspace, cudaStream_t stream,
+                      const block_reads* reads = nullptr) const {
     const rotated_rows rotated = rotate(problem, workspace, stream);
     const memory arrays(*this, workspace);
     score_.run(problem.view, rotated, scorer_, arrays.scores, capacity_, arrays.units, stream);
@@ -70,6 +76,7 @@ class decode_blocks {
     select.scores = arrays.scores, select.score_stride = capacity_;
     select.n = {arrays.units};
     select.keep = {nullptr, read_};
+    if (reads) select.keep = {&reads->blocks, 0, problem.view.whole.kv_heads, sizeof(block_reads) / sizeof(index_t)};
     select.tail = {nullptr, 0};
     select.out = arrays.blocks, select.out_stride = read_;
     select.counts = arrays.counts;
@@ -79,8 +86,9 @@ class decode_blocks {
     problem.unit = trim_ ? 0 : block_;
     problem.chosen_begins = trim_ ? arrays.begins : nullptr;
     if (trim_) {
-      trim_->run({problem.view, arrays.scores, capacity_, tokens_, select.out, read_, select.counts, arrays.begins},
-                 arrays.trimming, stream);
+      trim_->run(
+          {problem.view, arrays.scores, capacity_, tokens_, reads, select.out, read_, select.counts, arrays.begins},
+          arrays.trimming, stream);
     }
     return rotated;
   }

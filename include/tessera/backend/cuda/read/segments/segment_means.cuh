@@ -39,7 +39,8 @@ struct spoken_segment {
 };
 /// A sequence's plan.
 struct segment_plan {
-  index_t read, tail;
+  index_t read = 0, tail = 0;
+  bool operator==(const segment_plan&) const = default;
 };
 
 /// What is stored beside the tokens, by entry (layer * sequences + id) and kv_head. Row r = entry * kv_heads + head.

@@ -20,7 +20,7 @@ class exact_reader : public slot_reader, public reader_without_index<Recipe, Vie
 
  public:
   exact_reader(const Recipe& recipe, const model_shape& shape, const cache_options& options, const device_info& device)
-      : choose_(fit(recipe, shape, options, device)), plans_(1, options.sequences, 1) {}
+      : choose_(fit(recipe, shape, options, device)), plans_(options.sequences) {}
 
   /// Makes the operation for another budget; `adopt` uses it from then on.
   operation fit(const Recipe& recipe, const model_shape& shape, const cache_options& options,
@@ -33,11 +33,15 @@ class exact_reader : public slot_reader, public reader_without_index<Recipe, Vie
   void require_covered(const planned<Recipe>& policies) const { choose_.require_covered(plan(policies)); }
   host_vector<detail::gathered_column> gathered() const { return {plans_.gathered()}; }
   void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
-    set_number(plans_.entry({0, id}), plan(policies), stream);
+    plans_.set(id, plan(policies), stream);
+  }
+  template <class PoliciesOf>
+  void set_reads(const host_vector<index_t>& ids, const PoliciesOf& policies_of, cudaStream_t stream) {
+    plans_.set(ids, [&](index_t id) { return plan(policies_of(id)); }, stream);
   }
   bool choose(index_t, const View& view, const rows_view<const T>& q, const index_t* first, const logit_rule&,
               const rows_view<Out>&, const rows_view<float>&, selection_view& chosen, cudaStream_t stream) const {
-    chosen = choose_.choose(view, plans_.batch(0), nullptr, q, first, stream);
+    chosen = choose_.choose(view, plans_.batch(), nullptr, q, first, stream);
     return false;
   }
   static offset_t attended(const planned<Recipe>& policies, offset_t n, const head_place&) {
@@ -56,7 +60,7 @@ class exact_reader : public slot_reader, public reader_without_index<Recipe, Vie
   }
 
   operation choose_;
-  id_column<read_plan> plans_;
+  id_values<read_plan> plans_;
 };
 
 }  // namespace cuda

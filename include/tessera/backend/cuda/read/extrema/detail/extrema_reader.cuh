@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "../../../../../core/host/host_vector.hpp"
@@ -41,7 +42,7 @@ class extrema_reader : public slot_reader {
         choose_(recipe, bounds_, shape, options.sequences, options.step_tokens, device),
         data_(std::size_t(shape.layers) * std::size_t(options.sequences) * std::size_t(shape.kv_heads) *
               std::size_t(row_elements_)),
-        plans_(1, options.sequences, 1),
+        plans_(options.sequences),
         begins_(shape.layers, options.sequences, shape.kv_heads),
         rooms_(1, options.sequences, shape.kv_heads),
         sums_(averages
@@ -74,7 +75,13 @@ class extrema_reader : public slot_reader {
     choose_ = std::move(fitted.choose);
   }
 
-  void require_covered(const planned<Recipe>& policies) const { choose_.require_covered(plan(policies)); }
+  void require_covered(const planned<Recipe>& policies) const {
+    const read_plan fitted = plan(policies);
+    require(fitted.page <= bounds_.largest_page, "page of a sequence's plan", fitted.page,
+            "at most " + std::to_string(bounds_.largest_page) + ", for which the cache was made",
+            "pass the smallest budget of a sequence as cache_options::smallest_budget");
+    choose_.require_covered(fitted);
+  }
   /// Errors   more tokens than the index was made for.
   void require_fits(offset_t tokens) const { require_index_fits(tokens, tokens_); }
   host_vector<detail::gathered_column> gathered() const {
@@ -82,9 +89,15 @@ class extrema_reader : public slot_reader {
   }
   void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
     const read_plan fitted = plan(policies);
-    set_number(plans_.entry({0, id}), fitted, stream);
+    plans_.set(id, fitted, stream);
     const index_t room = index_t(row_elements_ / page_row_elements(fitted.page, k_dim, 1) / room_step * room_step);
     for (index_t h = 0; h < shape_.kv_heads; ++h) set_number(rooms_.entry({0, id}) + h, room, stream);
+  }
+
+  /// What a step reads. The page and the channels are those of the plan.
+  template <class PoliciesOf>
+  void set_reads(const host_vector<index_t>& ids, const PoliciesOf& policies_of, cudaStream_t stream) {
+    plans_.set(ids, [&](index_t id) { return plan(policies_of(id)); }, stream);
   }
 
   /// Clears the sums, so that the next sequence with this id begins without any, even if steps come before any prompt.
@@ -104,14 +117,14 @@ class extrema_reader : public slot_reader {
   /// Builds the index of one sequence's layer anew. `longest`: an upper bound of a head's tokens.
   void refresh(sequence_layer owner, const View& view, index_t longest, cudaStream_t stream) const {
     const index_type index{data_.data(), 1, 0, begins_.entry(owner), rooms_.entry({0, owner.id})};
-    index_pages<View>{}.build(view, index, plans_.entry({0, owner.id}), ceil_div(longest, bounds_.page), stream);
+    index_pages<View>{}.build(view, index, plans_.entry(owner.id), ceil_div(longest, bounds_.page), stream);
     if constexpr (averages) {
       mean_value<View>(shape_.kv_heads).build(view, sums(owner), sums_scratch_.data(), stream);
     }
   }
   /// The same for a batch, after slots have moved in place.
   void rebuild(index_t layer, const index_t* ids, const View& view, cudaStream_t stream) const {
-    index_pages<View>{}.build(view, batch_index(layer), plans_.batch(0), bounds_.max_pages(), stream);
+    index_pages<View>{}.build(view, batch_index(layer), plans_.batch(), bounds_.max_pages(), stream);
     if constexpr (averages) {
       mean_value<View>(view.sequences * shape_.kv_heads)
           .build(view, sums({layer, 0}), sums_scratch_.data(), stream, ids);
@@ -122,10 +135,10 @@ class extrema_reader : public slot_reader {
               const rows_view<Out>& out, const rows_view<float>& lse, selection_view& chosen,
               cudaStream_t stream) const {
     if (choose_.attends()) {
-      chosen = choose_.choose_and_attend(view, plans_.batch(0), batch_index(layer), q, first, out, lse, stream);
+      chosen = choose_.choose_and_attend(view, plans_.batch(), batch_index(layer), q, first, out, lse, stream);
       return true;
     }
-    chosen = choose_.choose(view, plans_.batch(0), batch_index(layer), q, first, stream);
+    chosen = choose_.choose(view, plans_.batch(), batch_index(layer), q, first, stream);
     return false;
   }
 
@@ -171,9 +184,15 @@ class extrema_reader : public slot_reader {
       const offset_t tokens = (std::min<offset_t>)(options.tokens, offset_t(given.capacity) + 16);
       bounds.cover(fitted(given), index_t(tokens));
     });
-    if (Recipe::retain_type::drops) {  // dropped tokens count into plans: pages may be larger, rows are not longer
-      for_each_plan(recipe, options.tokens, max_tokens,
-                    [&](const stage_plan& given) { bounds.cover(fitted(given), 0); });
+    // Plans of smaller budgets have larger pages. So have plans of conversations that have dropped tokens. Rows are not
+    // longer.
+    const auto cover_pages = [&](const stage_plan& given) { bounds.cover(fitted(given), 0); };
+    if (Recipe::retain_type::drops) for_each_plan(recipe, options.tokens, max_tokens, cover_pages);
+    if (options.smallest_budget > 0 && options.smallest_budget < recipe.budget()) {
+      Recipe smallest = recipe;
+      smallest.set_budget(options.smallest_budget);
+      for_each_plan(smallest, options.first_prompt, Recipe::retain_type::drops ? max_tokens : options.tokens,
+                    cover_pages);
     }
     return bounds;
   }
@@ -195,7 +214,7 @@ class extrema_reader : public slot_reader {
   offset_t row_elements_;
   operation choose_;
   device_buffer<T> data_;
-  id_column<read_plan> plans_;
+  id_values<read_plan> plans_;
   id_column<offset_t> begins_;  // constant: every entry has room for any plan
   id_column<index_t> rooms_;    // in pages, by the plan
   device_buffer<double> sums_;  // of V by id, for a scorer that adds the mean value

@@ -24,14 +24,15 @@ class block_mean_reader : public reader_without_index<Recipe, View, Out> {
   struct operation {
     decode_blocks<View, Out> run;
     device_buffer<unsigned char> scratch;
-    index_t read;  // tokens, in whole blocks
-    operation(decode_blocks<View, Out> made, index_t tokens)
-        : run(std::move(made)), scratch(run.workspace_bytes()), read(tokens) {}
+    index_t tokens, block;  // the budget for which it was made; of any segment, the longest
+    bool alike;             // whether all blocks are equally long
+    operation(decode_blocks<View, Out> made, index_t tokens_, index_t block_, bool alike_)
+        : run(std::move(made)), scratch(run.workspace_bytes()), tokens(tokens_), block(block_), alike(alike_) {}
   };
 
   block_mean_reader(const Recipe& recipe, const model_shape& shape, const cache_options& options,
                     const device_info& device)
-      : step_(fit(recipe, shape, options, device)) {}
+      : step_(fit(recipe, shape, options, device)), reads_(options.sequences) {}
 
   operation fit(const Recipe& recipe, const model_shape& shape, const cache_options& options,
                 const device_info& device) const {
@@ -42,16 +43,31 @@ class block_mean_reader : public reader_without_index<Recipe, View, Out> {
     return {{read.scorer, read.selector, read.tokens, options.sequences, shape.kv_heads, shape.q_heads,
              options.step_tokens, options.tokens, max_segments(layout, options.tokens),
              segment_limits{formats.widest_k, formats.widest_v, formats.least_block, formats.alike}, device},
-            ceil_div(read.tokens, formats.block) * formats.block + (formats.alike ? 0 : 2 * max_block)};
+            read.tokens,
+            formats.alike ? formats.block : max_block,
+            formats.alike};
   }
   void adopt(operation&& fitted) { step_ = std::move(fitted); }
+
+  void require_covered(const planned<Recipe>& policies) const {
+    require(policies.read.tokens <= step_.tokens, "tokens that a step reads", policies.read.tokens,
+            "at most those of the recipe, which are " + std::to_string(step_.tokens), "raise the recipe's budget");
+  }
+  host_vector<detail::gathered_column> gathered() const { return {reads_.gathered()}; }
+  void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
+    reads_.set(id, step_.run.reads(policies.read.tokens), stream);
+  }
+  template <class PoliciesOf>
+  void set_reads(const host_vector<index_t>& ids, const PoliciesOf& policies_of, cudaStream_t stream) {
+    reads_.set(ids, [&](index_t id) { return step_.run.reads(policies_of(id).read.tokens); }, stream);
+  }
 
   /// Sets `chosen` to blocks.
   bool choose(index_t, const View& view, const rows_view<const T>& q, const index_t* first, const logit_rule& rule,
               const rows_view<Out>& out, const rows_view<float>& lse, selection_view& chosen,
               cudaStream_t stream) const {
     packed_problem<View, Out> problem{view, q, first, rule, out, lse, {}, 1};
-    const rotated_rows rotated = step_.run.choose(problem, step_.scratch.data(), stream);
+    const rotated_rows rotated = step_.run.choose(problem, step_.scratch.data(), stream, reads_.batch());
     step_.run.attend(problem, rotated, step_.scratch.data(), stream);
     chosen = problem.chosen;
     return true;
@@ -59,14 +75,17 @@ class block_mean_reader : public reader_without_index<Recipe, View, Out> {
   static host_vector<index_t> slots(const store_type& store, sequence_layer owner, const host_vector<index_t>& blocks) {
     return store.slots_of_blocks(owner, blocks);
   }
-  offset_t attended(const planned<Recipe>&, offset_t n, const head_place& of) const {
-    return of.newest + (std::min<offset_t>)(n - of.newest, step_.read);
+  offset_t attended(const planned<Recipe>& policies, offset_t n, const head_place& of) const {
+    const offset_t tokens = policies.read.tokens, block = step_.block;
+    const offset_t whole = step_.alike ? (tokens + block - 1) / block * block : tokens + 3 * block;
+    return of.newest + (std::min<offset_t>)(n - of.newest, whole);
   }
   /// 0: means lie in the segments, whose bytes the store counts.
   static offset_t bytes_read(const planned<Recipe>&, offset_t, const head_place&) { return 0; }
 
  private:
   operation step_;
+  id_values<block_reads> reads_;
 };
 
 template <class Recipe, class View, class Out>

@@ -12,6 +12,12 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
+/// How much a step reads of each kv_head of a sequence: tokens, and how many blocks are chosen for them.
+struct block_reads {
+  index_t tokens = 0, blocks = 0;
+  bool operator==(const block_reads&) const = default;
+};
+
 /// Lists of candidate blocks, each long enough, that are cut down to a budget of tokens. Every pointer is a device
 /// pointer.
 template <class View>
@@ -20,7 +26,8 @@ struct trim_problem {
   const float* scores = nullptr;  ///< [lanes, score_stride], of all blocks
   offset_t score_stride = 0;
   index_t tokens = 0;
-  index_t* candidates = nullptr;  ///< [lanes, list_stride], ascending, the best ones of all
+  const block_reads* reads = nullptr;  ///< [sequences], in place of `tokens`; null: the same for all
+  index_t* candidates = nullptr;       ///< [lanes, list_stride], ascending, the best ones of all
   offset_t list_stride = 0;
   index_t* counts = nullptr;  ///< [lanes]
   index_t* begins = nullptr;  ///< [lanes, max_segments + 1], written: where each segment's blocks begin in a list
@@ -107,7 +114,7 @@ __global__ void __launch_bounds__(trimming_threads)
   };
   // The best key that, together with all keys above it, holds enough tokens. It is above all keys if no tokens are
   // needed, and below all keys if all together do not hold enough.
-  const unsigned wanted = unsigned(p.tokens);
+  const unsigned wanted = unsigned(p.reads ? p.reads[sequence].tokens : p.tokens);
   std::uint32_t least = low;
   if (always >= wanted) {
     least = ~0u;

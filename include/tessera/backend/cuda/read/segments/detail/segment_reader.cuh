@@ -46,7 +46,7 @@ class segment_reader : public slot_reader {
         counts_(std::size_t(sequences_ * heads_)),
         keep_(counts_.size()),
         tail_(counts_.size()),
-        plans_(1, options.sequences, 1),
+        plans_(options.sequences),
         ids_(1, options.sequences, 1) {
     host_vector<index_t> ids(std::size_t(options.sequences), 0);
     std::iota(ids.begin(), ids.end(), 0);
@@ -70,8 +70,11 @@ class segment_reader : public slot_reader {
   void require_fits(offset_t tokens) const { require_index_fits(tokens, tokens_); }
   host_vector<detail::gathered_column> gathered() const { return {plans_.gathered(), ids_.gathered()}; }
   void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
-    const index_t read = policies.plan.read;
-    set_number(plans_.entry({0, id}), segment_plan{read, scorer_.protected_tail(read)}, stream);
+    plans_.set(id, plan(policies), stream);
+  }
+  template <class PoliciesOf>
+  void set_reads(const host_vector<index_t>& ids, const PoliciesOf& policies_of, cudaStream_t stream) {
+    plans_.set(ids, [&](index_t id) { return plan(policies_of(id)); }, stream);
   }
   /// The next sequence with this id begins with nothing.
   void clear(index_t id, cudaStream_t stream) {
@@ -102,7 +105,7 @@ class segment_reader : public slot_reader {
 
   bool choose(index_t layer, const View& view, const rows_view<const T>& q, const index_t* first, const logit_rule&,
               const rows_view<Out>&, const rows_view<float>&, selection_view& chosen, cudaStream_t stream) const {
-    means_.score(view, scorer_, scale_, q, first, plans_.batch(0), index(layer, ids_.batch(0)), scores_.data(), tokens_,
+    means_.score(view, scorer_, scale_, q, first, plans_.batch(), index(layer, ids_.batch(0)), scores_.data(), tokens_,
                  {keep_.data(), tail_.data()}, stream);
     select_problem select;
     select.scores = scores_.data();
@@ -136,6 +139,9 @@ class segment_reader : public slot_reader {
   }
 
  private:
+  segment_plan plan(const planned<Recipe>& policies) const {
+    return {policies.plan.read, scorer_.protected_tail(policies.plan.read)};
+  }
   std::size_t heads() const { return std::size_t(layers_) * std::size_t(sequences_) * std::size_t(heads_); }
   offset_t runs_read(const head_place& of) const {
     return downloaded(spoken_.data() + layer_major{sequences_}.index(of.owner) * heads_ + of.head, 1)[0].runs;
@@ -157,7 +163,7 @@ class segment_reader : public slot_reader {
   device_buffer<spoken_segment> spoken_;
   device_buffer<float> scores_;
   device_buffer<index_t> indices_, counts_, keep_, tail_;  // by row of the batch
-  id_column<segment_plan> plans_;
+  id_values<segment_plan> plans_;
   id_column<index_t> ids_;  // maps each id to itself: gathered for a batch, it gives the batch's entries
 };
 
