@@ -63,7 +63,7 @@ struct planned {
     if (retain_type::plans) return;
     stage_plan changed = plan;
     if (retain_type::chooses) changed.retained = recipe.retain.plan(plan.retained).retained;
-    changed.read = recipe.retrieve.attends();
+    if (retrieve_type::retrieves) changed.read = recipe.retrieve.attends();
     *this = planned(recipe, changed);
   }
 

@@ -63,7 +63,7 @@ concept backend_attending =
 /// `planned`, `conversations` and `batch`. Calls with rows are templates, which are not checked here: the compiler
 /// reports a missing one where the cache calls it.
 ///
-///   resources, queue, default_queue, output_type, in_groups
+///   resources, queue, default_queue, output_type, in_groups, takes_uneven_steps
 ///   max_sequences(), max_step_tokens()              0: no bound; tokens of a step
 ///   check_budgets(recipe, own)                      throws where the memory does not allow the budgets of a sequence
 ///   open(id, policies, queue), close(id, queue)     `close` needs no memory

@@ -80,6 +80,7 @@ struct cache_call {
   int step = 0;             ///< of prepare_step: its number, from 1; of what follows it: whose step; 0: nobody's
   bool is_altered = false;  ///< of begin_step and decode: the step's sequences are `ids`, its tokens `tokens`
   std::vector<index_t> ids{};
+  std::vector<index_t> lengths{};       ///< of prepare_step: tokens of each sequence; empty: all have `tokens`
   tessera::sequence_options options{};  ///< of open
   called_cache::rows q{}, k{}, v{};
   wanted_output wanted{};

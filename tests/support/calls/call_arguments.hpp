@@ -33,6 +33,11 @@ class call_arguments {
     if (limits_.on_device && random_.chance(0.97)) first -= first % 8;
     return tessera::nhd_rows<const float>(call_inputs(limits_.on_device).data() + first, tokens, heads, dim, sequences);
   }
+  tessera::token_budget some_budget() {
+    if (random_.chance(0.05)) return {random_.between(-1, 1), random_.pick({-0.5, 1.5, 0.5})};
+    const index_t tokens = random_.chance(0.5) ? random_.between(1, 60) : 0;
+    return {tokens, tokens > 0 ? 0 : random_.pick({0.01, 0.07, 1.0 / 9, limits_.on_device ? 0.1 : 2.0 / 3})};
+  }
   // One thing of a shape is wrong in a way that every call must refuse.
   template <class Rows>
   void spoil(Rows& shape) {

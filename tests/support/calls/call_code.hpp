@@ -68,7 +68,8 @@ class call_code {
              << result("out.data()", call.wanted.out) << ");";
         break;
       case cache_verb::prepare_step:
-        text << "const batch step" << call.step << " = cache->prepare_step(" << listed(call.ids) << ", " << call.tokens
+        text << "const batch step" << call.step << " = cache->prepare_" << (call.lengths.empty() ? "step(" : "uneven(")
+             << listed(call.ids) << ", " << (call.lengths.empty() ? std::to_string(call.tokens) : listed(call.lengths))
              << ");";
         break;
       case cache_verb::begin_step:
@@ -168,6 +169,7 @@ class simpler_calls {
           with([&](cache_call& changed) { shorten(changed, tokens); });
         break;
       case cache_verb::prepare_step:
+        if (!call.lengths.empty()) lists.push_back(with_step(calls, index, call.ids, call.tokens));
         for (const index_t tokens : fewer(call.tokens, 1)) lists.push_back(with_step(calls, index, call.ids, tokens));
         for (std::size_t i = 0; i < call.ids.size(); ++i) {
           for (index_t id = 0; id < std::min(call.ids[i], 10); ++id) {
@@ -232,6 +234,7 @@ class simpler_calls {
     list changed = calls;
     changed[index].ids = ids;
     changed[index].tokens = tokens;
+    changed[index].lengths.clear();
     const auto sequences = index_t(ids.size());
     for (cache_call& call : changed) {
       const bool is_right = !call.is_wrong && !call.is_altered && call.q.tokens == calls[index].tokens &&

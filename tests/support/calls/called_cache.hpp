@@ -41,6 +41,7 @@ class called_cache {
   virtual void announce(index_t, index_t) {}
   virtual void reread(index_t, index_t, index_t, index_t, const rows&, const rows&, const rows&, const results&) {}
   virtual tessera::batch prepare_step(const std::vector<index_t>& ids, index_t tokens) = 0;
+  virtual tessera::batch prepare_uneven(const std::vector<index_t>& ids, const std::vector<index_t>& lengths) = 0;
   virtual void begin_step(const tessera::batch& step) = 0;
   virtual void decode(index_t layer, const tessera::batch& step, const rows& q, const rows& k, const rows& v,
                       const results& out, const results& lse) = 0;
@@ -87,6 +88,22 @@ std::vector<std::uint8_t> called_step_boundaries(const Cache& held, const std::v
     for (index_t t = 0; t < tokens; ++t) boundaries.push_back((next + t) % 5 == 2);
   }
   return boundaries;
+}
+
+/// Those of a step whose sequences have different numbers of tokens.
+template <class Recipe, class Cache>
+std::vector<std::uint8_t> uneven_boundaries(const Cache& held, const std::vector<index_t>& ids,
+                                            const std::vector<index_t>& lengths) {
+  const index_t longest = lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end());
+  return called_step_boundaries<Recipe>(held, ids, longest);
+}
+/// Zeros behind the tokens of a step's sequences, where outputs are not defined.
+inline void clear_behind(const tessera::batch& step, const called_cache::results& out) {
+  for (index_t b = 0; out.data && b < out.sequences; ++b) {
+    for (index_t t = step.tokens_of(b); t < out.tokens; ++t) {
+      for (index_t head = 0; head < out.heads; ++head) std::fill_n(out.row(b, t, head), out.dim, 0.0f);
+    }
+  }
 }
 
 /// Those, with what is wrong with them.
@@ -152,14 +169,20 @@ class cpu_calls : public Interface {
   tessera::batch prepare_step(const std::vector<index_t>& ids, index_t tokens) override {
     return held_.prepare_step(ids, tokens, with_fault(called_step_boundaries<Recipe>(held_, ids, tokens), this->fault));
   }
+  tessera::batch prepare_uneven(const std::vector<index_t>& ids, const std::vector<index_t>& lengths) override {
+    return held_.prepare_step(ids, tessera::host_vector<index_t>(lengths.begin(), lengths.end()),
+                              with_fault(uneven_boundaries<Recipe>(held_, ids, lengths), this->fault));
+  }
   void begin_step(const tessera::batch&) override {}
   void decode(index_t layer, const tessera::batch& step, const rows& q, const rows& k, const rows& v,
               const results& out, const results& lse) override {
     held_.decode(layer, step, q, k, v, out, lse);
+    clear_behind(step, out), clear_behind(step, lse);
   }
   void attend(index_t layer, const tessera::batch& step, const rows& q, const results& out,
               const results& lse) override {
     held_.attend(layer, step, q, out, lse);
+    clear_behind(step, out), clear_behind(step, lse);
   }
   void set_budget(index_t tokens) override { held_.set_budget(tokens); }
   index_t next_position(index_t id) const override { return held_.next_position(id); }

@@ -34,7 +34,7 @@ class checked_calls : public prompt_calls {
   const called_method& method() const { return method_; }
 
   static bool same(const tessera::batch& a, const tessera::batch& b) {
-    return a.ids == b.ids && a.tokens == b.tokens && a.evicts_first == b.evicts_first && a.evicts_last == b.evicts_last;
+    return a.takes_as(b) && a.evicts_first == b.evicts_first && a.evicts_last == b.evicts_last;
   }
 
  private:
@@ -113,13 +113,18 @@ class checked_calls : public prompt_calls {
   // --- steps ---------------------------------------------------------------------------------------------------------
 
   bool prepare(const cache_call& call) {
-    bool allowed = call.tokens >= 1 && call.tokens <= limits_.step_tokens && !call.ids.empty();
-    bool fits = true;
+    const bool is_uneven =
+        std::adjacent_find(call.lengths.begin(), call.lengths.end(), std::not_equal_to<>()) != call.lengths.end();
+    bool allowed = call.tokens >= 1 && call.tokens <= limits_.step_tokens && !call.ids.empty() &&
+                   (call.lengths.empty() || call.lengths.size() == call.ids.size());
+    bool fits = !is_uneven || !limits_.on_device;  // on a device some methods refuse
+    for (const index_t length : call.lengths) allowed = allowed && length >= 1;
     for (const index_t id : call.ids) {
       const sequence* held = known(id);
       allowed = allowed && held && std::count(call.ids.begin(), call.ids.end(), id) == 1 && !held->is_between_layers &&
                 !held->is_cut && (!method_.exact || held->own.is_given() || method_.read >= call.tokens);
-      fits = fits && allowed && !(method_.exact && held->own.is_given());
+      // What a step reads may be less than its tokens.
+      fits = fits && allowed && !(method_.exact && held->own.is_given()) && !held->own.read_tokens.is_given();
       for (index_t layer = 0; allowed && layer < shape_.layers; ++layer)
         allowed = held->turn[std::size_t(layer)] == 0 && held->next[std::size_t(layer)] == held->next[0];
       fits = fits && allowed && surely_fits(*held, call.tokens);
@@ -129,19 +134,20 @@ class checked_calls : public prompt_calls {
     prepared_step made;
     if (!apply(expected, [&](called_cache& cache) {
           cache.fault = call.fault;
-          made[std::size_t(turn_)] = cache.prepare_step(call.ids, call.tokens);
+          made[std::size_t(turn_)] = call.lengths.empty() ? cache.prepare_step(call.ids, call.tokens)
+                                                          : cache.prepare_uneven(call.ids, call.lengths);
         }))
       return false;
     must(made[0].ids == call.ids && made[0].tokens == call.tokens,
          "a step is of the sequences and tokens that were asked for");
     steps_[call.step] = made;
     step_ = step{made[0], false, false, false, 0};
-    for (const index_t id : call.ids) {
-      sequence& held = *changed(id);
-      held.step_tokens = call.tokens;
+    for (index_t b = 0; b < index_t(call.ids.size()); ++b) {
+      sequence& held = *changed(call.ids[std::size_t(b)]);
+      held.step_tokens = made[0].tokens_of(b);
       held.has_prepared = !limits_.on_device;
       if (!limits_.on_device) continue;
-      for (index_t& next : held.next) next += call.tokens;  // which each layer's decode does elsewhere
+      for (index_t& next : held.next) next += held.step_tokens;  // which each layer's decode does elsewhere
     }
     return true;
   }
@@ -160,21 +166,22 @@ class checked_calls : public prompt_calls {
     if (!call.is_altered) return now;
     now.ids = call.ids;
     now.tokens = call.tokens;
+    now.lengths.clear();
     return now;
   }
 
   std::optional<bool> expected_of(index_t layer, const tessera::batch& now, index_t tokens) {
     if (!is_layer(layer) || tokens != now.tokens) return false;
     const auto at = std::size_t(layer);
-    for (const index_t id : now.ids) {
-      const sequence* held = known(id);
-      if (!held || held->step_tokens != tokens || held->turn[at] != 0) return false;
+    for (index_t b = 0; b < now.sequences(); ++b) {
+      const sequence* held = known(now.ids[std::size_t(b)]);
+      if (!held || held->step_tokens != now.tokens_of(b) || held->turn[at] != 0) return false;
     }
     const bool latest = !step_.is_stale && same(now, step_.now);
     if (limits_.on_device) return latest && step_.has_begun && layer == step_.next_layer;
-    for (const index_t id : now.ids) {
-      const auto& next = known(id)->next;
-      if (next[at] != (layer > 0 ? next[0] - now.tokens : next.back())) return false;
+    for (index_t b = 0; b < now.sequences(); ++b) {
+      const auto& next = known(now.ids[std::size_t(b)])->next;
+      if (next[at] != (layer > 0 ? next[0] - now.tokens_of(b) : next.back())) return false;
     }
     if (latest && !step_.is_disturbed && layer == step_.next_layer) return true;
     return std::nullopt;
@@ -192,12 +199,12 @@ class checked_calls : public prompt_calls {
         }))
       return false;
     if (same(now, step_.now)) step_.next_layer = call.layer + 1;
-    for (const index_t id : now.ids) {
-      sequence& held = *changed(id);
+    for (index_t b = 0; b < now.sequences(); ++b) {
+      sequence& held = *changed(now.ids[std::size_t(b)]);
       if (limits_.on_device) {
         held.is_between_layers = call.layer + 1 < shape_.layers;
       } else {
-        held.next[std::size_t(call.layer)] += tokens;
+        held.next[std::size_t(call.layer)] += now.tokens_of(b);
         held.has_prepared = held.has_prepared && call.layer > 0;
       }
     }

@@ -94,11 +94,6 @@ class random_cache_calls : public call_arguments {
     if (random_.chance(0.2)) call.options.read_tokens = some_budget();
     make(std::move(call));
   }
-  tessera::token_budget some_budget() {
-    if (random_.chance(0.05)) return {random_.between(-1, 1), random_.pick({-0.5, 1.5, 0.5})};
-    const index_t tokens = random_.chance(0.5) ? random_.between(1, 60) : 0;
-    return {tokens, tokens > 0 ? 0 : random_.pick({0.01, 0.07, 1.0 / 9, limits_.on_device ? 0.1 : 2.0 / 3})};
-  }
   void fork() {
     if (cache_.ids() <= 4 || random_.chance(0.3)) make(cache_verb::fork, 0, some_id());
   }
@@ -294,6 +289,11 @@ class random_cache_calls : public call_arguments {
     prepare.tokens = random_.chance(0.5)   ? 1
                      : random_.chance(0.9) ? random_.between(1, 8)
                                            : random_.pick({0, -1, 9, 1 << 30});
+    if (random_.chance(0.3) && prepare.tokens > 1 && prepare.tokens <= 9) {
+      for (std::size_t b = 0; b < prepare.ids.size(); ++b)
+        prepare.lengths.push_back(random_.between(random_.chance(0.02) ? 0 : 1, prepare.tokens));
+      if (!prepare.lengths.empty()) prepare.tokens = *std::max_element(prepare.lengths.begin(), prepare.lengths.end());
+    }
     prepare.fault = some_fault(cache_.method().step_segments);
     prepare.step = ++steps_;
     if (!make(prepare)) return;

@@ -35,6 +35,9 @@ class backend {
   /// Whether groups of heads share the pages of one pool.
   static constexpr bool in_groups = requires(const typename kv_store<layout>::rows_type& rows) { rows.groups(); };
 
+  /// Whether sequences of one step may have different numbers of tokens.
+  static constexpr bool takes_uneven_steps = true;
+
   /// Errors   no executor: tessera::error.
   backend(const model_shape& shape, const Recipe& recipe, resources workers)
       : parts_(shape, recipe, require_workers(std::move(workers))), order_(shape.layers) {}

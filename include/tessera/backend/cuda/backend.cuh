@@ -43,6 +43,9 @@ class backend {
   /// Whether groups of heads share the pages of one pool.
   static constexpr bool in_groups = kv_store<layout>::in_groups;
 
+  /// Whether sequences of one step may have different numbers of tokens.
+  static constexpr bool takes_uneven_steps = parts_type::takes_uneven_steps;
+
   backend(const model_shape& shape, const Recipe& recipe, const cache_options& options)
       : parts_(shape, recipe, options) {}
 
@@ -243,7 +246,7 @@ class backend {
               const rows_view<Out>& out, const rows_view<float>& lse, cudaStream_t stream) {
     check_element<E>();
     require_rows_on_16_bytes("q", q);  // before the rows are appended: attention would refuse it behind them
-    steps().decode(layer, recipe, step, known.sequence(step.ids.front()).policies, q, k, v, out, lse, stream);
+    steps().decode_rows(layer, recipe, step, known.sequence(step.ids.front()).policies, q, k, v, out, lse, stream);
   }
   void require_decoded(index_t layer, const batch& step, const conversations<Recipe>&, cudaStream_t stream) const {
     parts_.order.require_decoded(layer, step, stream);
@@ -254,7 +257,7 @@ class backend {
               cudaStream_t stream) {
     check_element<E>();
     require_rows_on_16_bytes("q", q);
-    steps().attend(layer, recipe, step, q, out, lse, stream);
+    steps().attend_rows(layer, recipe, step, q, out, lse, stream);
   }
   void count_layer(index_t layer, const batch&, const conversations<Recipe>&, cudaStream_t stream) {
     parts_.order.decoded(layer, stream);

@@ -38,6 +38,13 @@ struct layer_progress {
     fail("tokens of a sequence", offset_t(next_position) + tokens, "at most " + std::to_string(last),
          "close the sequence and open another one");
   }
+  /// Errors   no prompt, or not `count` tokens from position `first` on, that can be read again: tessera::error.
+  void require_rereading(index_t first, index_t count) const {
+    require(turn_tokens >= 1, "tokens of this turn", turn_tokens, "at least 1", "read a prompt again before it ends");
+    require(first >= 0 && count >= 1 && offset_t(first) + count <= next_position, "tokens that are read again",
+            std::to_string(count) + " from " + std::to_string(first), "some of " + std::to_string(next_position),
+            "pass positions of the prompt");
+  }
 };
 
 TESSERA_NAMESPACE_END

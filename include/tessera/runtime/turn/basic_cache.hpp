@@ -1,6 +1,7 @@
 // A whole KV cache of one model: the calls of a turn, their checks and their order, over a backend that does the work.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -182,11 +183,43 @@ class basic_cache {
   /// never record it. boundaries [ids, tokens], on the host, for a recipe that `needs_step_segments`: 1 for a token
   /// after which a segment of the text ends, else 0.
   batch prepare_step(const host_vector<index_t>& ids, index_t tokens, queue_type queue = {},
-                     std::span<const std::uint8_t> boundaries = {});
+                     std::span<const std::uint8_t> boundaries = {}) {
+    return prepare(batch{ids, tokens}, queue, boundaries);
+  }
   batch prepare_step(const host_vector<index_t>& ids, index_t tokens, std::span<const std::uint8_t> boundaries)
       requires(!has_queue) {
     return prepare_step(ids, tokens, queue_type(), boundaries);
   }
+
+  /// The same with `lengths[b]` tokens of the b-th sequence. Rows of such a step have the tokens of the longest: behind
+  /// a sequence's own tokens queries, keys and values are not looked at, and outputs are not defined.
+  /// Errors   on a GPU, different lengths under a method that reads, scores or chooses by a step's queries:
+  ///          tessera::error.
+  batch prepare_step(const host_vector<index_t>& ids, const host_vector<index_t>& lengths, queue_type queue = {},
+                     std::span<const std::uint8_t> boundaries = {});
+  batch prepare_step(const host_vector<index_t>& ids, const host_vector<index_t>& lengths,
+                     std::span<const std::uint8_t> boundaries) requires(!has_queue) {
+    return prepare_step(ids, lengths, queue_type(), boundaries);
+  }
+
+  /// Prepares a pass through the model with chunks of prompts and a step of other sequences, and reserves its memory.
+  /// Then `process` takes each layer once. A prompt ends with `end_prefill`, after the last layer of its last chunk.
+  /// Lengths may differ from item to item. On a GPU the step's part is recordable where all steps have as many tokens
+  /// and lie side by side, and is what `prepare_step` makes; else rows are copied before and after a layer.
+  /// boundaries [rows], on the host, for a recipe that `needs_segments`: see `prefill` and `prepare_step`.
+  /// Errors   those of `prefill` and of `prepare_step`, for every item: tessera::error, and nothing has changed.
+  mixed_batch prepare(const host_vector<batch_item>& items, queue_type queue = {},
+                      std::span<const std::uint8_t> boundaries = {});
+
+  /// One layer of a pass: for chunks `prefill` and its attention, for steps `decode`. On a GPU call `begin_step` of
+  /// `work.step` before the first layer, if `work.has_step()`.
+  /// Shapes   q, out [rows, q_heads, dim], k, v [rows, kv_heads, dim], lse [rows, q_heads] (data null: not wanted): one
+  ///          sequence of `work.rows()` tokens, the items' in order.
+  /// Errors   those of `prefill` and `decode`. Where memory runs out, some items of the layer are done.
+  template <class Q, class K, class V>
+  void process(index_t layer, const mixed_batch& work, const rows_view<Q>& q, const rows_view<K>& k,
+               const rows_view<V>& v, const rows_view<Out>& out, const rows_view<float>& lse = {},
+               queue_type queue = {});
 
   /// The device's part of a step, before its layers: gathers the batch's numbers and advances positions and lengths.
   void begin_step(const batch& step, queue_type queue) requires has_queue { backend_.begin_step(step, queue); }
@@ -329,6 +362,8 @@ class basic_cache {
   template <class... Rows>
   using read_rows = rows_view<const common_element<Rows...>>;
 
+  static void require_even(const batch& step);
+  batch prepare(batch step, queue_type queue, std::span<const std::uint8_t> boundaries);
   truncation plan_truncation(index_t id, index_t position) const {
     backend_.check_truncation((conversations_.sequence(id), id));
     return conversations_.plan_truncation(id, position, settled(id));

@@ -14,14 +14,36 @@ TESSERA_NAMESPACE_BEGIN
 /// graphs by the number of sequences, `tokens` and the two actions.
 struct batch {
   host_vector<index_t> ids;
-  index_t tokens = 0;
+  index_t tokens = 0;                      ///< of each sequence; of the longest, where they differ
   bool evicts_first = false;               ///< the first stage chooses before the step reads
   bool evicts_last = false;                ///< the first stage chooses when the step has been attended
   host_vector<std::uint8_t> boundaries{};  ///< [sequences, tokens], of a recipe that needs them in steps
+  host_vector<index_t> lengths{};          ///< [sequences], their tokens where they differ; else empty
+  host_vector<index_t> begins{};           ///< [sequences], the first of their rows where rows are packed; else empty
+  index_t rows = 0;                        ///< of all sequences, where they are packed
   /// Number of the step among those of its cache and the cache's copies, from 1. An older step is refused.
   std::uint64_t number = 0;
 
   index_t sequences() const { return index_t(ids.size()); }
+  /// The tokens of the b-th sequence.
+  index_t tokens_of(index_t b) const { return std::size_t(b) < lengths.size() ? lengths[std::size_t(b)] : tokens; }
+  /// Whether two batches have the same sequences with the same tokens.
+  bool takes_as(const batch& other) const {
+    return ids == other.ids && tokens == other.tokens && lengths == other.lengths && begins == other.begins &&
+           rows == other.rows;
+  }
+  bool is_packed() const { return !begins.empty(); }
+  /// How many sequences the rows of one layer have, of how many tokens.
+  index_t row_sequences() const { return is_packed() ? 1 : sequences(); }
+  index_t row_tokens() const { return is_packed() ? rows : tokens; }
+  /// The rows of the b-th sequence's tokens.
+  template <class Rows>
+  Rows rows_of(const Rows& all, index_t b) const {
+    Rows own = is_packed() ? all : all.sequence(b);
+    if (is_packed() && own.data) own.data += offset_t(begins[std::size_t(b)]) * own.token_stride;
+    own.tokens = tokens_of(b);
+    return own;
+  }
   static void require_different(host_vector<index_t> ids) {
     std::sort(ids.begin(), ids.end());
     const auto twice = std::adjacent_find(ids.begin(), ids.end());

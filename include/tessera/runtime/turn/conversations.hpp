@@ -14,7 +14,7 @@
 #include "../../core/model_shape.hpp"
 #include "../../core/sequence_layer.hpp"
 #include "../../planned.hpp"
-#include "batch.hpp"
+#include "mixed_batch.hpp"
 #include "sequence_state.hpp"
 #include "truncation.hpp"
 
@@ -49,7 +49,6 @@ class conversations {
     copy.step = 0;  // a step of the copy must be prepared before it is decoded
     return insert(next_id(), std::move(copy));
   }
-  void check_fork(index_t id) const { sequence(id).check_fork(); }
   void close(index_t id) {
     find(id) = conversation(false, {}, none_, 0);
     closed_.add(id);
@@ -106,12 +105,7 @@ class conversations {
     require(given == 1, "sequences of a prompt chunk", given, "1", "prefill one sequence at a time");
     require(k.tokens >= 1, "tokens of a prompt chunk", k.tokens, "at least 1", "skip empty chunks");
     recipe.require_queries(q.tokens, k.tokens);
-    progress(owner).require_positions(k.tokens);
-    const conversation& c = sequence(owner.id);
-    const index_t turn_tokens = progress(owner).turn_tokens + k.tokens;
-    require(c.announced == 0 || turn_tokens <= c.announced, "tokens of this turn", turn_tokens,
-            "at most those that were announced, which are " + std::to_string(c.announced),
-            "announce the whole prompt before its first chunk");
+    sequence(owner.id).check_chunk_tokens(owner.layer, k.tokens);
   }
   /// The segments of a chunk's new tokens; `boundaries` are read only where the recipe needs them.
   segment_marks check_boundaries(sequence_layer owner, std::span<const std::uint8_t> boundaries, index_t tokens) const {
@@ -145,8 +139,7 @@ class conversations {
 
   /// The policies of a new conversation whose prompt will have `tokens` tokens.
   static planned<Recipe> plan_first(const Recipe& recipe, index_t tokens) {
-    check_announced(tokens);
-    return planned<Recipe>(recipe, tokens);
+    return check_announced(tokens), planned<Recipe>(recipe, tokens);
   }
   /// The policies of a conversation whose next prompt will have `tokens` tokens.
   planned<Recipe> plan_announced(const Recipe& recipe, index_t id, index_t tokens) const {
@@ -200,12 +193,8 @@ class conversations {
     require(k.tokens >= 1 && q.tokens == k.tokens, "queries of a text that is read again", q.tokens,
             "one for each key, which are " + std::to_string(k.tokens) + ", at least 1",
             "pass q, k and v of the same tokens");
-    require(state.turn_tokens >= 1, "tokens of this turn", state.turn_tokens, "at least 1",
-            "read a prompt again before it ends");
     state.require_positions(k.tokens);
-    require(first >= 0 && count >= 1 && offset_t(first) + count <= state.next_position, "tokens that are read again",
-            std::to_string(count) + " from " + std::to_string(first), "some of " + std::to_string(state.next_position),
-            "pass positions of the prompt");
+    state.require_rereading(first, count);
   }
 
   /// Errors   a layer without prompt tokens, or with fewer than announced, or already ended: tessera::error.
@@ -256,19 +245,22 @@ class conversations {
 
   /// A step of `tokens` tokens of these conversations, whose schedules must agree. `boundaries` [ids, tokens] are read
   /// only where the recipe needs them in steps.
-  batch plan_step(const Recipe& recipe, const host_vector<index_t>& ids, index_t tokens, index_t max_tokens_of_step,
+  batch plan_step(const Recipe& recipe, batch step, index_t max_tokens_of_step,
                   std::span<const std::uint8_t> boundaries = {}) const {
-    require(tokens >= 1 && tokens <= max_tokens_of_step, "tokens of a decode step", tokens,
-            "1 to " + std::to_string(max_tokens_of_step), "prefill longer runs");
+    const host_vector<index_t>& ids = step.ids;
     require(!ids.empty(), "sequences of the batch", 0, "at least 1", "pass the ids of a batch");
-    batch step{ids, tokens};
+    for (index_t b = 0; b < step.sequences(); ++b) {
+      require(step.tokens_of(b) >= 1 && step.tokens_of(b) <= max_tokens_of_step, "tokens of a decode step",
+              step.tokens_of(b), "1 to " + std::to_string(max_tokens_of_step), "prefill longer runs");
+    }
     if constexpr (Recipe::needs_step_segments) {
-      require_boundaries(boundaries, step.sequences() * tokens);
+      require_boundaries(boundaries, step.sequences() * step.tokens);
       step.boundaries.assign(boundaries.begin(), boundaries.end());
     }
     batch::require_different(ids);
     for (std::size_t b = 0; b < ids.size(); ++b) {
       const conversation& c = sequence(ids[b]);
+      const index_t tokens = step.tokens_of(index_t(b));
       c.check_step(ids[b], tokens);
       const turn_clock then = c.step_clock(tokens);
       const bool first = due(recipe, moment::step_begin, then), last = due(recipe, moment::step_end, then);
@@ -284,37 +276,48 @@ class conversations {
   void check_reads(const Recipe& recipe, const batch& step) const {
     if constexpr (Recipe::retrieve_type::retrieves && !Recipe::retrieve_type::estimates &&
                   !Recipe::retain_type::plans) {
-      for (const index_t id : step.ids) {
-        const index_t read = sequence(id).policies.plan.read;
-        require(recipe.retrieve.mean_block() > 0 || read >= step.tokens, "budget", read,
-                "at least the tokens of the step, which are " + std::to_string(step.tokens),
+      for (index_t b = 0; b < step.sequences(); ++b) {
+        const index_t read = sequence(step.ids[std::size_t(b)]).policies.plan.read, tokens = step.tokens_of(b);
+        require(recipe.retrieve.mean_block() > 0 || read >= tokens, "budget", read,
+                "at least the tokens of the step, which are " + std::to_string(tokens),
                 "raise the budget: a step of several tokens reads them all");
       }
     }
   }
   batch begin_step(batch step) {
     step.number = ++*steps_;
-    for (const index_t id : step.ids) {
-      conversation& c = find(id);
+    for (index_t b = 0; b < step.sequences(); ++b) {
+      conversation& c = find(step.ids[std::size_t(b)]);
       c.step = step.number;
-      c.now = c.step_clock(step.tokens);
+      c.now = c.step_clock(step.tokens_of(b));
       c.step_began = c.front().next_position;
-      c.step_tokens = step.tokens;
+      c.step_tokens = step.tokens_of(b);
     }
     return step;
   }
 
+  /// Errors   a chunk of a mixed batch that its sequence cannot take: tessera::error.
+  void check_chunks(const mixed_batch& work, std::span<const std::uint8_t> boundaries) const {
+    if constexpr (Recipe::needs_segments) require_boundaries(boundaries, work.rows());
+    for (const batch_item& item : work.items) {
+      for (index_t l = 0; item.is_prompt && l < shape_.layers; ++l) {
+        require_not_ended({l, item.id});
+        sequence(item.id).check_chunk_tokens(l, item.tokens);
+      }
+      sequence(item.id).check_even_layers();
+    }
+  }
   /// One layer of a step that `begin_step` began.
   template <class E, class Out>
   void check_step(index_t layer_index, const batch& step, const rows_view<const E>& q, const rows_view<const E>& k,
                   const rows_view<const E>& v, const rows_view<Out>& out, const rows_view<float>& lse) const {
     shape_.check_rows(q, k, v, k_dim, v_dim);
-    const index_t given = first_other(step.sequences(), q.sequences, k.sequences, v.sequences);
-    require(given == step.sequences(), "sequences of the batch", given,
-            "as many as ids, which are " + std::to_string(step.sequences()), "pass q, k and v of every id");
-    const index_t tokens = first_other(step.tokens, q.tokens, k.tokens, v.tokens);
-    if (tokens != step.tokens) {
-      fail("tokens of a decode step", tokens, "those of prepare_step, which are " + std::to_string(step.tokens),
+    const index_t given = first_other(step.row_sequences(), q.sequences, k.sequences, v.sequences);
+    require(given == step.row_sequences(), "sequences of the batch", given,
+            "as many as rows are of, " + std::to_string(step.row_sequences()), "pass q, k and v of every id");
+    const index_t tokens = first_other(step.row_tokens(), q.tokens, k.tokens, v.tokens);
+    if (tokens != step.row_tokens()) {
+      fail("tokens of a decode step", tokens, "those of prepare_step, which are " + std::to_string(step.row_tokens()),
            "pass q, k and v of the step's tokens");
     }
     check_queries(layer_index, step, q, out, lse);
@@ -325,15 +328,17 @@ class conversations {
                      const rows_view<float>& lse) const {
     shape_.check_output(q, out, lse, k_dim, v_dim);
     if (!q.data) fail("memory of q", "null", "memory behind it", "pass the rows themselves");
-    if (q.sequences != step.sequences() || q.tokens != step.tokens) {
+    if (q.sequences != step.row_sequences() || q.tokens != step.row_tokens()) {
       fail("queries of a decode step", std::to_string(q.sequences) + " sequences of " + std::to_string(q.tokens),
-           std::to_string(step.sequences()) + " of " + std::to_string(step.tokens) + ", as prepare_step was given",
+           std::to_string(step.row_sequences()) + " of " + std::to_string(step.row_tokens()) +
+               ", as prepare_step was given",
            "pass the queries of the step's tokens");
     }
-    for (const index_t id : step.ids) {
+    for (index_t b = 0; b < step.sequences(); ++b) {
+      const index_t id = step.ids[std::size_t(b)];
       require(progress({layer_index, id}).turn_tokens == 0, "tokens since the prompt began",
               progress({layer_index, id}).turn_tokens, "0", "finish a step before the next prompt begins");
-      if (step.number == 0 || step.number != sequence(id).step || step.tokens != sequence(id).step_tokens) {
+      if (step.number == 0 || step.number != sequence(id).step || step.tokens_of(b) != sequence(id).step_tokens) {
         fail("step of sequence " + std::to_string(id), step.number, "the one that prepare_step returned last for it",
              "call prepare_step before the layers of a step");
       }
@@ -343,8 +348,8 @@ class conversations {
     for (index_t b = 0; b < step.sequences(); ++b) {
       layer& state = find(step.ids[std::size_t(b)]).layers[std::size_t(layer_index)];
       if constexpr (Recipe::needs_segments)
-        state.text.advance(step_marks(layer_index, step, b).boundaries, step.tokens);
-      state.next_position += step.tokens;
+        state.text.advance(step_marks(layer_index, step, b).boundaries, step.tokens_of(b));
+      state.next_position += step.tokens_of(b);
     }
   }
 

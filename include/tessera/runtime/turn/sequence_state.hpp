@@ -58,6 +58,25 @@ struct sequence_state {
             front().next_position - answer_began + tokens, tokens};
   }
 
+  /// Errors   `tokens` more are too many for a layer's prompt: tessera::error.
+  void check_chunk_tokens(index_t layer, index_t tokens) const {
+    const layer_progress& state = layers[std::size_t(layer)];
+    state.require_positions(tokens);
+    require(announced == 0 || state.turn_tokens + tokens <= announced, "tokens of this turn",
+            state.turn_tokens + tokens, "at most those that were announced, which are " + std::to_string(announced),
+            "announce the whole prompt before its first chunk");
+  }
+  /// Errors   layers that have had different tokens: tessera::error.
+  void check_even_layers() const {
+    for (const layer_progress& layer : layers) {
+      if (layer.next_position != front().next_position) {
+        fail("tokens of a layer", layer.next_position,
+             "those of layer 0, which are " + std::to_string(front().next_position),
+             "give every layer every chunk, and every step, before the next batch");
+      }
+    }
+  }
+
   /// Errors   the next step, of `tokens` tokens, may not come yet: tessera::error. `id`: of this sequence.
   void check_step(index_t id, index_t tokens) const {
     front().require_positions(tokens);

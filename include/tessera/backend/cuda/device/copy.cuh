@@ -102,15 +102,17 @@ __global__ void __launch_bounds__(Threads)
   if (i < count) to[i] = from[i] + more;
 }
 
-/// Writes, for every sequence of a batch, where its step begins and where the next step will begin.
+/// Writes, for every sequence of a batch, where its step begins and where the next step will begin. `lengths` [batch]:
+/// tokens of each sequence; null: all have `tokens`.
 template <int Threads>
-__global__ void __launch_bounds__(Threads) advance_positions_entry(index_t* next, const index_t* ids, index_t* first,
-                                                                   index_t* following, index_t batch, index_t tokens) {
+__global__ void __launch_bounds__(Threads)
+    advance_positions_entry(index_t* next, const index_t* ids, index_t* first, index_t* following, index_t batch,
+                            index_t tokens, const index_t* lengths) {
   const index_t b = index_t(blockIdx.x * Threads + threadIdx.x);
   if (b >= batch) return;
   const index_t position = next[ids[b]];
   first[b] = position;
-  following[b] = next[ids[b]] = position + tokens;
+  following[b] = next[ids[b]] = position + (lengths ? lengths[b] : tokens);
 }
 
 }  // namespace detail
@@ -129,12 +131,12 @@ inline const index_t* add_number(index_t* to, const index_t* from, index_t more,
   return to;
 }
 
-/// Advances every sequence of a batch by `tokens`. Writes where its step begins to `first` [batch]. Writes where the
-/// next step will begin to `following` [batch] and to next[id].
+/// Advances every sequence of a batch by `tokens`, or by its entry of `lengths` [batch] on the device. Writes where its
+/// step begins to `first` [batch]. Writes where the next step will begin to `following` [batch] and to next[id].
 inline void advance_positions(index_t* next, const index_t* ids, index_t* first, index_t* following, index_t batch,
-                              index_t tokens, cudaStream_t stream) {
+                              index_t tokens, const index_t* lengths, cudaStream_t stream) {
   detail::advance_positions_entry<128>
-      <<<unsigned((batch + 127) / 128), 128, 0, stream>>>(next, ids, first, following, batch, tokens);
+      <<<unsigned((batch + 127) / 128), 128, 0, stream>>>(next, ids, first, following, batch, tokens, lengths);
   check(cudaGetLastError(), "launch of advance_positions");
 }
 

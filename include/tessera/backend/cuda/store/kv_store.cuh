@@ -181,16 +181,15 @@ class kv_store {
   index_t since_choice(sequence_layer owner) const { return stored_.tokens(order_.index(owner)).since; }
   void forget_prompt(sequence_layer) {}
 
-  /// Appends rows behind a view's tokens; positions count from first_position[sequence]. The view's lengths advance,
-  /// and so do the texts where the store holds segments.
+  /// Appends rows behind a view's tokens: new_tokens[sequence], or all if it is null. Positions count from
+  /// first_position[sequence]. The view's lengths advance, and so do the texts where the store holds segments.
   void append_rows(const view_type& view, const rows_view<const T>& k, const rows_view<const T>& v,
-                   const index_t* first_position, const new_segments& text, cudaStream_t stream) const {
+                   const index_t* first_position, const index_t* new_tokens, const new_segments& text,
+                   cudaStream_t stream) const {
     append_problem<view_type, T> problem;
-    problem.view = view;
-    problem.k = k;
-    problem.v = v;
+    problem.view = view, problem.k = k, problem.v = v;
     problem.lengths = const_cast<index_t*>(view.lengths);
-    problem.first_position = first_position;
+    problem.first_position = first_position, problem.new_tokens = new_tokens;
     if (with_.positions) problem.positions = positions(view);
     if (with_.scores) problem.scores = scores(view);
     if (with_.segments) {

@@ -64,11 +64,14 @@ __global__ void __launch_bounds__(Threads)
   }
 }
 
-/// Adds the step's tokens to the numbers of all layers and heads, for every sequence of the batch. `noted`, by id like
-/// the numbers, gets a copy of the sums, for readers that must not see later changes; null: no copy.
+/// Adds the step's tokens to the numbers of all layers and heads, for every sequence of the batch. `lengths` [batch]:
+/// tokens of each sequence; null: all have `tokens`. `noted`, by id like the numbers, gets a copy of the sums, for
+/// readers that must not see later changes; null: no copy.
 template <int Threads>
-__global__ void __launch_bounds__(Threads) advance_entry_of_ids(index_t* numbers, const index_t* ids, index_t sequences,
-                                                                index_t width, index_t tokens, index_t* noted) {
+__global__ void __launch_bounds__(Threads)
+    advance_entry_of_ids(index_t* numbers, const index_t* ids, index_t sequences, index_t width, index_t tokens,
+                         const index_t* lengths, index_t* noted) {
+  if (lengths) tokens = lengths[blockIdx.x];
   const offset_t entry = (offset_t(blockIdx.y) * sequences + ids[blockIdx.x]) * width;
   for (index_t i = threadIdx.x; i < width; i += Threads) {
     const index_t grown = numbers[entry + i] + tokens;
@@ -163,19 +166,25 @@ class id_values {
 /// replayed for other ids.
 class step_table {
  public:
-  explicit step_table(index_t sequences) : sequences_(sequences), ids_(std::size_t(sequences)) {}
+  explicit step_table(index_t sequences)
+      : sequences_(sequences), ids_(std::size_t(sequences)), lengths_(ids_.size()), begins_(ids_.size()) {}
 
   const index_t* ids() const { return ids_.data(); }
+  /// The tokens of each sequence of the batch.
+  const index_t* lengths() const { return lengths_.data(); }
 
-  void set(const host_vector<index_t>& ids, cudaStream_t stream) const {
-    for (std::size_t first = 0; first < ids.size(); first += detail::ids_at_a_time) {
-      detail::some_ids some{};
-      const std::size_t count = (std::min)(ids.size() - first, std::size_t(detail::ids_at_a_time));
-      std::copy_n(ids.begin() + offset_t(first), count, some.ids);
-      detail::set_ids_entry<detail::ids_at_a_time>
-          <<<1, detail::ids_at_a_time, 0, stream>>>(some, index_t(count), ids_.data() + first);
-      check(cudaGetLastError(), "launch of set_ids");
-    }
+  /// Where each sequence's rows begin among packed ones.
+  const index_t* begins() const { return begins_.data(); }
+
+  void set_begins(const host_vector<index_t>& begins, cudaStream_t stream) const {
+    write(begins, begins_.data(), stream);
+  }
+  void set(const host_vector<index_t>& ids, cudaStream_t stream) const { write(ids, ids_.data(), stream); }
+  /// Written only if they are not the last step's.
+  void set_lengths(const host_vector<index_t>& lengths, cudaStream_t stream) {
+    if (lengths == known_lengths_) return;
+    known_lengths_ = lengths;
+    write(lengths, lengths_.data(), stream);
   }
   /// Copies the batch's entries of every column together.
   void gather(index_t batch, const host_vector<detail::gathered_column>& columns, cudaStream_t stream) const {
@@ -201,16 +210,28 @@ class step_table {
                                                  ids_.data(), sequences_, true);
   }
   /// Adds `tokens` to the arrays by id in every layer, not to the batch's copy. `noted`: see advance_entry_of_ids.
-  void advance(const id_column<index_t>& column, index_t layers, index_t batch, index_t tokens, cudaStream_t stream,
-               index_t* noted = nullptr) const {
+  void advance(const id_column<index_t>& column, index_t layers, index_t batch, index_t tokens, const index_t* lengths,
+               cudaStream_t stream, index_t* noted = nullptr) const {
     detail::advance_entry_of_ids<64><<<dim3(unsigned(batch), unsigned(layers)), 64, 0, stream>>>(
-        column.entry({}), ids_.data(), sequences_, column.width(), tokens, noted);
+        column.entry({}), ids_.data(), sequences_, column.width(), tokens, lengths, noted);
     check(cudaGetLastError(), "launch of advance");
   }
 
  private:
+  static void write(const host_vector<index_t>& numbers, index_t* to, cudaStream_t stream) {
+    for (std::size_t first = 0; first < numbers.size(); first += detail::ids_at_a_time) {
+      detail::some_ids some{};
+      const std::size_t count = (std::min)(numbers.size() - first, std::size_t(detail::ids_at_a_time));
+      std::copy_n(numbers.begin() + offset_t(first), count, some.ids);
+      detail::set_ids_entry<detail::ids_at_a_time>
+          <<<1, detail::ids_at_a_time, 0, stream>>>(some, index_t(count), to + first);
+      check(cudaGetLastError(), "launch of set_ids");
+    }
+  }
+
   index_t sequences_;
-  device_buffer<index_t> ids_;
+  device_buffer<index_t> ids_, lengths_, begins_;
+  host_vector<index_t> known_lengths_;  // what `lengths_` has
 };
 
 }  // namespace cuda

@@ -35,7 +35,7 @@ index_t basic_cache<Recipe, Backend>::open(const sequence_options& options, defa
 template <class Recipe, class Backend>
 index_t basic_cache<Recipe, Backend>::fork(index_t id, default_queue queue) {
   const default_float_mode mode;
-  conversations_.check_fork(id);
+  conversations_.sequence(id).check_fork();
   conversations_.require_room(backend_.max_sequences());
   backend_.check_fork(id);
   const index_t copy = conversations_.next_id();
@@ -138,21 +138,91 @@ void basic_cache<Recipe, Backend>::end_prefill(index_t id, queue_type queue) {
 }
 
 template <class Recipe, class Backend>
-batch basic_cache<Recipe, Backend>::prepare_step(const host_vector<index_t>& ids, index_t tokens, queue_type queue,
-                                                 std::span<const std::uint8_t> boundaries) {
+batch basic_cache<Recipe, Backend>::prepare_step(const host_vector<index_t>& ids, const host_vector<index_t>& lengths,
+                                                 queue_type queue, std::span<const std::uint8_t> boundaries) {
+  require(lengths.size() == ids.size(), "lengths of a decode step", lengths.size(),
+          "one for each sequence, which are " + std::to_string(ids.size()), "pass the tokens of each sequence");
+  batch step{ids, lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end())};
+  const bool differ = std::any_of(lengths.begin(), lengths.end(), [&](index_t n) { return n != step.tokens; });
+  if (differ) step.lengths = lengths;
+  require_even(step);
+  return prepare(std::move(step), queue, boundaries);
+}
+
+template <class Recipe, class Backend>
+void basic_cache<Recipe, Backend>::require_even(const batch& step) {
+  require(step.lengths.empty() || Backend::takes_uneven_steps, "lengths of a decode step", "different",
+          "the same of all sequences",
+          "step sequences of equal length together: on a GPU this method reads or chooses by all queries of a step");
+}
+
+template <class Recipe, class Backend>
+batch basic_cache<Recipe, Backend>::prepare(batch step, queue_type queue, std::span<const std::uint8_t> boundaries) {
   const default_float_mode mode;
-  batch step = conversations_.plan_step(recipe_, ids, tokens, backend_.max_step_tokens(), boundaries);
-  for (const index_t id : ids) conversations_.follow_shares(recipe_, id, tokens);
+  step = conversations_.plan_step(recipe_, std::move(step), backend_.max_step_tokens(), boundaries);
+  for (index_t b = 0; b < step.sequences(); ++b)
+    conversations_.follow_shares(recipe_, step.ids[std::size_t(b)], step.tokens_of(b));
   try {
     conversations_.check_reads(recipe_, step);
     backend_.prepare_step(recipe_, step, conversations_, queue);
   } catch (...) {
-    for (const index_t id : ids) conversations_.follow_shares(recipe_, id, 0);
+    for (const index_t id : step.ids) conversations_.follow_shares(recipe_, id, 0);
     throw;
   }
   step = conversations_.begin_step(std::move(step));
   backend_.begin_counting(step, conversations_);
   return step;
+}
+
+template <class Recipe, class Backend>
+mixed_batch basic_cache<Recipe, Backend>::prepare(const host_vector<batch_item>& items, queue_type queue,
+                                                  std::span<const std::uint8_t> boundaries) {
+  const default_float_mode mode;
+  mixed_batch work = mixed_batch::laid_out(items);
+  conversations_.check_chunks(work, boundaries);
+  if constexpr (Recipe::needs_segments) work.boundaries.assign(boundaries.begin(), boundaries.end());
+  require_even(work.step);
+  host_vector<std::uint8_t> of_step;
+  if constexpr (Recipe::needs_step_segments) {
+    of_step.assign(std::size_t(work.step.sequences() * work.step.tokens), 0);
+    for (std::size_t i = 0, b = 0; i < items.size(); ++i) {
+      if (items[i].is_prompt) continue;
+      std::copy_n(boundaries.begin() + work.indptr[i], items[i].tokens,
+                  of_step.begin() + offset_t(b++) * work.step.tokens);
+    }
+  }
+  if constexpr (has_queue) {
+    for (const batch_item& item : items) {
+      if (item.is_prompt) backend_.reserve(item.id, item.tokens, queue);
+    }
+  }
+  if (work.has_step()) work.step = prepare(std::move(work.step), queue, of_step);
+  return work;
+}
+
+template <class Recipe, class Backend>
+template <class Q, class K, class V>
+void basic_cache<Recipe, Backend>::process(index_t layer, const mixed_batch& work, const rows_view<Q>& q,
+                                           const rows_view<K>& k, const rows_view<V>& v, const rows_view<Out>& out,
+                                           const rows_view<float>& lse, queue_type queue) {
+  require(work.rows() > 0 && q.sequences == 1 &&
+              first_other(work.rows(), q.tokens, k.tokens, v.tokens) == work.rows() && out.sequences == 1 &&
+              out.tokens == work.rows() && (!lse.data || lse.tokens == work.rows()),
+          "rows of a batch", first_other(work.rows(), q.tokens, k.tokens, out.tokens),
+          "one sequence of its " + std::to_string(work.rows()) + " rows in q, k, v, out and lse",
+          "pass the rows of all items one after another");
+  if (work.has_step()) {
+    decode(layer, work.step, work.step_rows(q), work.step_rows(k), work.step_rows(v), work.step_rows(out),
+           work.step_rows(lse), queue);
+  }
+  for (std::size_t i = 0; i < work.items.size(); ++i) {
+    const batch_item& item = work.items[i];
+    if (!item.is_prompt) continue;
+    const auto marks = std::span<const std::uint8_t>(work.boundaries);
+    prefill(layer, item.id, work.rows_of(q, i), work.rows_of(k, i), work.rows_of(v, i), queue,
+            marks.empty() ? marks : marks.subspan(std::size_t(work.indptr[i]), std::size_t(item.tokens)));
+    prefill_attention(layer, item.id, work.rows_of(q, i), work.rows_of(out, i), work.rows_of(lse, i), queue);
+  }
 }
 
 template <class Recipe, class Backend>

@@ -96,7 +96,9 @@ class conversation {
   /// Some sequences have budgets of their own.
   void open() {
     sequence_options own;
-    if (Method::budgets.largest > 0 && engine_() % 2 == 0)
+    bool has_profile = false;
+    if constexpr (Method::retain_type::shares) has_profile = method_.retain.planned({}).budget.knows_shares();
+    if (Method::budgets.largest > 0 && !has_profile && engine_() % 2 == 0)
       own.budget.tokens = smallest_budget + index_t(engine_() % unsigned(method_.budget() - smallest_budget + 1));
     const index_t id = host_.open(own);
     must(device_.open(own) == id, "both caches open the same id", id);

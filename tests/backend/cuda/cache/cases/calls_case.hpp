@@ -46,6 +46,10 @@ class device_calls final : public support::called_cache {
     return held_.prepare_step(ids, tokens, nullptr,
                               support::with_fault(support::called_step_boundaries<Method>(held_, ids, tokens), fault));
   }
+  batch prepare_uneven(const std::vector<index_t>& ids, const std::vector<index_t>& lengths) override {
+    return held_.prepare_step(ids, host_vector<index_t>(lengths.begin(), lengths.end()), nullptr,
+                              support::with_fault(support::uneven_boundaries<Method>(held_, ids, lengths), fault));
+  }
   void begin_step(const batch& step) override { held_.begin_step(step, nullptr); }
   void decode(index_t layer, const batch& step, const rows& q, const rows& k, const rows& v, const results& out,
               const results& lse) override {
@@ -53,11 +57,13 @@ class device_calls final : public support::called_cache {
                  nullptr);
     bring_back(out, memory_->out);
     bring_back(lse, memory_->lse);
+    support::clear_behind(step, out), support::clear_behind(step, lse);
   }
   void attend(index_t layer, const batch& step, const rows& q, const results& out, const results& lse) override {
     held_.attend(layer, step, there(q), there(out, memory_->out), there(lse, memory_->lse), nullptr);
     bring_back(out, memory_->out);
     bring_back(lse, memory_->lse);
+    support::clear_behind(step, out), support::clear_behind(step, lse);
   }
   void set_budget(index_t tokens) override { held_.set_budget(tokens); }
   index_t next_position(index_t id) const override { return held_.next_position(id); }

@@ -16,14 +16,15 @@ class step_order {
   explicit step_order(index_t) {}
 
   void require_layer(index_t layer, const batch& step, const conversations<Recipe>& known) const {
-    for (const index_t id : step.ids) {
+    for (index_t b = 0; b < step.sequences(); ++b) {
+      const index_t id = step.ids[std::size_t(b)];
       const auto& c = known.sequence(id);
       if (layer == 0 && c.front().next_position != c.step_began) {
         fail("tokens before the step", c.front().next_position,
              "those that prepare_step saw, which are " + std::to_string(c.step_began),
              "call prepare_step before every step");
       }
-      const index_t expected = layer > 0 ? c.front().next_position - step.tokens : c.layers.back().next_position;
+      const index_t expected = layer > 0 ? c.front().next_position - step.tokens_of(b) : c.layers.back().next_position;
       if (known.progress({layer, id}).next_position != expected) {
         fail("tokens of a layer before the step", known.progress({layer, id}).next_position, std::to_string(expected),
              "decode every layer, in order, in every step");
@@ -32,9 +33,9 @@ class step_order {
   }
   /// Errors   the step has not decoded the layer.
   void require_decoded(index_t layer, const batch& step, const conversations<Recipe>& known) const {
-    for (const index_t id : step.ids) {
-      const index_t next = known.progress({layer, id}).next_position,
-                    expected = known.sequence(id).step_began + step.tokens;
+    for (index_t b = 0; b < step.sequences(); ++b) {
+      const index_t id = step.ids[std::size_t(b)], next = known.progress({layer, id}).next_position,
+                    expected = known.sequence(id).step_began + step.tokens_of(b);
       if (next != expected)
         fail("tokens of a layer in the step", next, std::to_string(expected), "decode the layer first");
     }

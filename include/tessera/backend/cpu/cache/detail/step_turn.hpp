@@ -24,7 +24,7 @@ class step_turn {
   void prepare(const batch& step) {
     for (std::size_t b = 0; b < step.ids.size(); ++b) {
       try {
-        parts_.store.expect(step.ids[b], step.tokens);
+        parts_.store.expect(step.ids[b], step.tokens_of(index_t(b)));
       } catch (...) {
         while (b-- > 0) parts_.store.expect(step.ids[b], 0);
         throw;
@@ -45,8 +45,8 @@ class step_turn {
     try {
       for (index_t b = 0; b < step.sequences(); ++b) {
         decode_sequence(owner(b), recipe, step, b, known.sequence(owner(b).id).policies, first(b),
-                        known.step_marks(layer, step, b), q.sequence(b), k.sequence(b), v.sequence(b),
-                        {output.out.sequence(b), output.lse.sequence(b)}, choices[std::size_t(b)]);
+                        known.step_marks(layer, step, b), step.rows_of(q, b), step.rows_of(k, b), step.rows_of(v, b),
+                        {step.rows_of(output.out, b), step.rows_of(output.lse, b)}, choices[std::size_t(b)]);
       }
     } catch (...) {
       for (index_t b = 0; b < step.sequences(); ++b) {
@@ -67,9 +67,9 @@ class step_turn {
               const attention_output& output) {
     for (index_t b = 0; b < step.sequences(); ++b) {
       const sequence_layer owner{layer, step.ids[std::size_t(b)]};
-      const index_t first = known.progress(owner).next_position - step.tokens;
-      const rows_view<const E> queries = q.sequence(b);
-      const attention_output to{output.out.sequence(b), output.lse.sequence(b)};
+      const index_t first = known.progress(owner).next_position - step.tokens_of(b);
+      const rows_view<const E> queries = step.rows_of(q, b);
+      const attention_output to{step.rows_of(output.out, b), step.rows_of(output.lse, b)};
       const logit_rule rule = parts_.roles.rule(layer);
       if (!parts_.roles.follows_recipe(layer)) {
         decode_attention(parts_.store.view(owner), query_rows<E>{queries, &first}, rule, nullptr, to, *parts_.attending,

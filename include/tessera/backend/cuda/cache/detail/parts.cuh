@@ -8,6 +8,7 @@
 #include "../../../../core/sequence_layer.hpp"
 #include "../../../../runtime/layer_roles.hpp"
 #include "../../../../runtime/turn/choosing_layer.hpp"
+#include "../../../../runtime/turn/truncation.hpp"
 #include "../../attend/attention.cuh"
 #include "../../attend/prompt_attention.cuh"
 #include "../../cache_options.hpp"
@@ -15,6 +16,7 @@
 #include "../../read/reading.cuh"
 #include "../../store/pack.cuh"
 #include "rereading.cuh"
+#include "row_staging.cuh"
 #include "step_order.cuh"
 #include "text_marks.cuh"
 
@@ -36,6 +38,11 @@ struct cache_parts {
   static_assert(backend_attending<prompt_attending<Recipe, view_type, Out>, cudaStream_t>);
   static constexpr bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
   static constexpr bool in_steps = fires_in_steps<typename Recipe::schedule_type>;
+  /// Whether sequences of one step may have different numbers of tokens. What a step reads, scores or chooses by its
+  /// queries is computed for all of its tokens together.
+  static constexpr bool takes_uneven_steps = taken_back<Recipe>() != takes_back::nothing && !filters &&
+                                             !Recipe::retrieve_type::retrieves &&
+                                             !lies_beside_tokens(Recipe::retain_type::observed);
   static constexpr bool fires_last = Recipe::schedule_type::fires_at(moment::step_end);
 
   cache_parts(const model_shape& model, const Recipe& recipe, const cache_options& sizes)
@@ -59,6 +66,7 @@ struct cache_parts {
         prompts(recipe, shape, options, device),
         rereader(shape, options, device),
         order(shape.layers),
+        staging(shape),
         newest(shape.kv_heads, shape.sliding.empty() ? 0 : shape.window),
         attended(shape.layers) {
     attended.open(options.sequences - 1);
@@ -148,6 +156,7 @@ struct cache_parts {
   prompt_attending<Recipe, view_type, Out> prompts;
   rereading<Recipe> rereader;
   step_order<Recipe> order;
+  row_staging<T, Out> staging;
   newest_slots newest;
   bool traces_attended = false;
   sequence_table<host_vector<host_vector<index_t>>> attended;

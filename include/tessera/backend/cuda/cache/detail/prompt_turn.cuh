@@ -29,7 +29,7 @@ class prompt_turn {
     parts_.make_room({owner}, k.tokens, stream);
     parts_.store.commit_packing(stream);
     parts_.store.append_rows(parts_.store.view(owner), k, v,
-                             set_number(parts_.chunk_position.data(), chunk.first, stream),
+                             set_number(parts_.chunk_position.data(), chunk.first, stream), nullptr,
                              parts_.marks.of_chunk(chunk.marks, k.tokens, stream), stream);
     parts_.store.grew(owner, k.tokens);
     if (chunk.begins) parts_.read_stage.candidates().end_lists(owner, stream);

@@ -109,7 +109,7 @@ class rereading<Recipe, true> {
             cudaStream_t stream) const {
     require_rows_on_16_bytes("q", q);
     const index_t* position = set_number(begin_position_.data(), part.begin, stream);
-    store.append_rows(store.view(owner), k, v, position, {}, stream);
+    store.append_rows(store.view(owner), k, v, position, nullptr, {}, stream);
     store.grew(owner, k.tokens);
     const logit_rule rule = roles.rule(owner.layer);
     attention.prompt(prefill_problem<all_view, Out>{store.view(owner), q, position, rule, out, {}}, stream);

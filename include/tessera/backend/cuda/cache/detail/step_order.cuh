@@ -50,8 +50,7 @@ class step_order {
 
   void begin(const batch& step, cudaStream_t stream) {
     require_prepared(step);
-    require(step.ids == now_.ids && step.tokens == now_.tokens, "step",
-            "of other sequences or tokens than prepare_step returned", "unchanged",
+    require(step.takes_as(now_), "step", "of other sequences or tokens than prepare_step returned", "unchanged",
             "pass begin_step what prepare_step returned");
     sees_all_ = sees_all_ && !is_recorded(stream);
     if (is_recorded(stream)) return;

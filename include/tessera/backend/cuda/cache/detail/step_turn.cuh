@@ -28,8 +28,15 @@ class step_turn {
       if (known.sequence(id).budgets.options().has_shares()) parts_.require_covered(known.sequence(id).policies);
     }
     const sequence_layers owners = parts_.all_layers(step.ids);
+    parts_.staging.prepare(step, view_type::k_dim, view_type::v_dim);
     make_room(owners, step, known, stream);
     parts_.steps.set(step.ids, stream);
+    if (step.is_packed()) parts_.steps.set_begins(step.begins, stream);
+    if constexpr (parts_type::takes_uneven_steps) {
+      host_vector<index_t> lengths;
+      for (index_t b = 0; b < step.sequences(); ++b) lengths.push_back(step.tokens_of(b));
+      parts_.steps.set_lengths(lengths, stream);
+    }
     set_budgets(step, known, stream);
     note(owners, step, known);
     if constexpr (Recipe::needs_segments) {
@@ -48,8 +55,8 @@ class step_turn {
     for (const auto& column : parts_.first.gathered()) columns.push_back(column);
     parts_.steps.gather(sequences, columns, stream);
     advance_positions(parts_.next.data(), parts_.steps.ids(), parts_.first_position.data(), parts_.next_position.data(),
-                      sequences, step.tokens, stream);
-    parts_.steps.advance(parts_.store.length_column(), parts_.shape.layers, sequences, step.tokens, stream,
+                      sequences, step.tokens, lengths(), stream);
+    parts_.steps.advance(parts_.store.length_column(), parts_.shape.layers, sequences, step.tokens, lengths(), stream,
                          parts_.stepped.data());
     parts_.read_stage.candidates().join(parts_.steps, parts_.store.length_column(), sequences, step.tokens, stream);
   }
@@ -61,7 +68,7 @@ class step_turn {
     const index_t* first = parts_.first_position.data();
     const logit_rule rule = parts_.roles.rule(layer);
     const view_type all = parts_.store.batch_view(layer, step.sequences());
-    parts_.store.append_rows(all, k, v, first, parts_.marks.of_step(layer), stream);
+    parts_.store.append_rows(all, k, v, first, lengths(), parts_.marks.of_step(layer), stream);
     if (!parts_.roles.follows_recipe(layer)) {
       parts_.step_attention.step(decode_problem<view_type, Out>{all, q, first, rule, out, lse, {}}, stream);
       if (parts_.traces_attended) trace(layer, step, {});
@@ -76,6 +83,26 @@ class step_turn {
     if (step.evicts_last) choose(layer, step, policies, all, 0, stream);
   }
 
+  /// `decode` of a step whose rows may be packed.
+  void decode_rows(index_t layer, const Recipe& recipe, const batch& step, const planned<Recipe>& policies,
+                   const rows_view<const T>& q, const rows_view<const T>& k, const rows_view<const T>& v,
+                   const rows_view<Out>& out, const rows_view<float>& lse, cudaStream_t stream) {
+    if (!step.is_packed()) return decode(layer, recipe, step, policies, q, k, v, out, lse, stream);
+    const auto rows =
+        parts_.staging.lay_out(step, parts_.steps, lengths(), q, k, v, view_type::v_dim, lse.data != nullptr, stream);
+    decode(layer, recipe, step, policies, rows.q, rows.k, rows.v, rows.out, rows.lse, stream);
+    parts_.staging.pack(step, parts_.steps, lengths(), rows, out, lse, stream);
+  }
+  /// `attend` of a step whose rows may be packed.
+  void attend_rows(index_t layer, const Recipe& recipe, const batch& step, const rows_view<const T>& q,
+                   const rows_view<Out>& out, const rows_view<float>& lse, cudaStream_t stream) {
+    if (!step.is_packed()) return attend(layer, recipe, step, q, out, lse, stream);
+    const auto rows =
+        parts_.staging.lay_out(step, parts_.steps, lengths(), q, {}, {}, view_type::v_dim, lse.data != nullptr, stream);
+    attend(layer, recipe, step, rows.q, rows.out, rows.lse, stream);
+    parts_.staging.pack(step, parts_.steps, lengths(), rows, out, lse, stream);
+  }
+
   /// Attention of other queries over what a layer has after `decode`; changes nothing.
   void attend(index_t layer, const Recipe& recipe, const batch& step, const rows_view<const T>& q,
               const rows_view<Out>& out, const rows_view<float>& lse, cudaStream_t stream) {
@@ -88,6 +115,8 @@ class step_turn {
   }
 
  private:
+  /// On the device, the tokens of each sequence; null where all have as many.
+  const index_t* lengths() const { return parts_type::takes_uneven_steps ? parts_.steps.lengths() : nullptr; }
   /// Budgets that have grown since the last step, and newest tokens that stay when a choice comes before the step
   /// reads.
   void set_budgets(const batch& step, const conversations<Recipe>& known, cudaStream_t stream) {
@@ -141,9 +170,11 @@ class step_turn {
     return parts_.first.bound_in_step(owner.layer, held, known.sequence(owner.id).policies, added);
   }
   void note(const sequence_layers& owners, const batch& step, const conversations<Recipe>& known) {
-    for (const sequence_layer owner : owners) {
-      parts_.store.grew(owner, step.tokens);
-      parts_.read_stage.candidates().grew(owner, step.tokens);
+    for (std::size_t i = 0; i < owners.size(); ++i) {
+      const sequence_layer owner = owners[i];
+      const index_t tokens = step.tokens_of(index_t(i) / parts_.shape.layers);
+      parts_.store.grew(owner, tokens);
+      parts_.read_stage.candidates().grew(owner, tokens);
       if (!(step.evicts_first || step.evicts_last) || !parts_.roles.follows_recipe(owner.layer)) continue;
       const token_bound held = parts_.store.bound(owner),
                         left = bound(owner, held, known, step.evicts_last ? 0 : step.tokens);

@@ -122,8 +122,9 @@ class kv_store<Layout> {
   }
 
   void append_rows(const view_type& view, const rows_view<const T>& k, const rows_view<const T>& v,
-                   const index_t* first_position, const new_segments& text, cudaStream_t stream) const {
-    whole_.append_rows(view.whole, k, v, first_position, text, stream);
+                   const index_t* first_position, const index_t* new_tokens, const new_segments& text,
+                   cudaStream_t stream) const {
+    whole_.append_rows(view.whole, k, v, first_position, new_tokens, text, stream);
   }
 
   /// Observes the last queries of a prompt chunk whose tokens have been appended.
