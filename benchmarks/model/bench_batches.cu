@@ -82,12 +82,16 @@ class measured {
     host_vector<batch_item> both{{sequences_, chunk_tokens, true}};
     for (const index_t id : all) both.push_back({id, 1});
     const double mixed = time([&] { pass(both); });
+    const double one_again = time([&] { step(all, host_vector<index_t>(all.size(), 1)); });
+    const double chunk_again = time([&] { pass({{sequences_, chunk_tokens, true}}); });
     std::printf("%s, %d sequences of %d tokens, %d layers\n", Method::name, int(sequences_), int(context_),
                 int(layers));
     std::printf("steps/alike   %8.1f us  %d tokens\n", alike, int(4 * sequences_));
     std::printf("steps/uneven  %8.1f us  %d tokens, %.3f of alike\n", packed, int(total), packed / alike);
     std::printf("steps/one     %8.1f us\nchunk         %8.1f us\n", one, chunk);
-    std::printf("mixed         %8.1f us  %.3f of both apart\n", mixed, mixed / (one + chunk));
+    std::printf("              %8.1f us  and %.1f us behind `mixed`\n", one_again, chunk_again);
+    std::printf("mixed         %8.1f us  %.3f of both apart\n", mixed,
+                2 * mixed / (one + chunk + one_again + chunk_again));
     const host_vector<batch_item> fewer(both.begin(), both.begin() + 1 + sequences_ / 4);
     std::printf("launches      %d of a layer, %d with a quarter of the sequences\n", launches(both), launches(fewer));
   }

@@ -253,7 +253,7 @@ TEST_CASE("the position behind a sequence's last token is below 2^31") {
   std::vector<float> out(std::size_t(2 * q_heads * 64));
   const small recipe = with_budget(20).recipe();
   conversations<small> known({1, q_heads, kv_heads}, recipe);
-  const index_t id = known.open(recipe);
+  const index_t id = known.open(recipe, {});
   known.took_chunk({0, id}, most - 5);  // nobody waits for so many
   const auto chunk = [&](index_t tokens) {
     known.check_chunk(recipe, {0, id}, data.queries(0, tokens), data.keys(0, tokens), data.values(0, tokens));
@@ -266,8 +266,8 @@ TEST_CASE("the position behind a sequence's last token is below 2^31") {
                                           nhd_rows(out.data(), 2, q_heads, 64)),
                     refused);
   known.end_prompt(id, known.sequence(id).policies);
-  CHECK_NOTHROW(known.plan_step(recipe, {id}, 1, 8));
-  CHECK_THROWS_WITH(known.plan_step(recipe, {id}, 2, 8), refused);
+  CHECK_NOTHROW(known.plan_step(recipe, batch{{id}, 1}, 8));
+  CHECK_THROWS_WITH(known.plan_step(recipe, batch{{id}, 2}, 8), refused);
 }
 
 TEST_CASE("a step whose rows are of other sequences is refused by what is wrong") {

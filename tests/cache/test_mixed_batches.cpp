@@ -170,6 +170,30 @@ TEST_CASE("an item that its sequence cannot take is refused, and no other one ha
                     contains("rows of a batch is 11"));
   for (index_t layer = 0; layer < shape.layers; ++layer)
     kv.process(layer, work, more.q(layer), more.k(layer), more.v(layer), more.out(layer));
+  CHECK_THROWS_WITH(kv.process(1, work, more.q(1), more.k(1), more.v(1), more.out(1)), contains("expected"));
   CHECK(kv.next_position(0) == 103);
   CHECK(kv.next_position(1) == 109);
+
+  // A batch of a chunk alone: once a layer, with results of the right shape, and as it was prepared.
+  packed_rows_of_layers chunk(random, 5);
+  const mixed_batch alone = kv.prepare({{1, 5, true}});
+  auto wrong_out = chunk.out(0);
+  wrong_out.heads = 3;
+  CHECK_THROWS_WITH(kv.process(0, alone, chunk.q(0), chunk.k(0), chunk.v(0), wrong_out), contains("expected"));
+  mixed_batch changed = alone;
+  changed.items[0].tokens = 7;
+  CHECK_THROWS_WITH(kv.process(0, changed, chunk.q(0), chunk.k(0), chunk.v(0), chunk.out(0)),
+                    contains("batch is changed; expected what prepare returned"));
+  CHECK(kv.next_position(1) == 109);
+  kv.process(0, alone, chunk.q(0), chunk.k(0), chunk.v(0), chunk.out(0));
+  CHECK_THROWS_WITH(kv.process(0, alone, chunk.q(0), chunk.k(0), chunk.v(0), chunk.out(0)),
+                    contains("tokens of a layer before the batch is 114; expected 109"));
+  CHECK(kv.next_position(1) == 114);
+  kv.process(1, alone, chunk.q(1), chunk.k(1), chunk.v(1), chunk.out(1));
+  kv.end_prefill(1);
+
+  batch step = kv.prepare({{0, 2}, {1, 3}}).step;
+  REQUIRE(step.is_packed());
+  step.begins[1] = 4;
+  CHECK_THROWS_WITH(kv.decode(0, step, chunk.q(0), chunk.k(0), chunk.v(0), chunk.out(0)), contains("step is changed"));
 }

@@ -62,7 +62,7 @@ TEST_CASE("the host counts what every head keeps, chunk by chunk and turn by tur
     cache<method> kv(shape, recipe, std::make_shared<cpu::executor>(1));
     const layer_roles roles(shape, recipe.dense_layers, {});
     conversations<method> known(shape, recipe);
-    REQUIRE(known.open(recipe) == kv.open());
+    REQUIRE(known.open(recipe, {}) == kv.open());
     std::vector<followed_layer> followed(std::size_t(layers), {std::vector<index_t>(std::size_t(kv_heads), 0), {}});
     const auto compare = [&] {
       for (index_t layer = 0; layer < layers; ++layer) {

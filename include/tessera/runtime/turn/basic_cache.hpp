@@ -192,7 +192,7 @@ class basic_cache {
   }
 
   /// The same with `lengths[b]` tokens of the b-th sequence. Rows of such a step have the tokens of the longest: behind
-  /// a sequence's own tokens queries, keys and values are not looked at, and outputs are not defined.
+  /// a sequence's own tokens queries, keys and values have no effect, and outputs are not defined.
   /// Errors   on a GPU, different lengths under a method that reads, scores or chooses by a step's queries:
   ///          tessera::error.
   batch prepare_step(const host_vector<index_t>& ids, const host_vector<index_t>& lengths, queue_type queue = {},
@@ -202,10 +202,11 @@ class basic_cache {
     return prepare_step(ids, lengths, queue_type(), boundaries);
   }
 
-  /// Prepares a pass through the model with chunks of prompts and a step of other sequences, and reserves its memory.
-  /// Then `process` takes each layer once. A prompt ends with `end_prefill`, after the last layer of its last chunk.
-  /// Lengths may differ from item to item. On a GPU the step's part is recordable where all steps have as many tokens
-  /// and lie side by side, and is what `prepare_step` makes; else rows are copied before and after a layer.
+  /// Prepares a pass through the model with chunks of prompts and a step of other sequences. It reserves the step's
+  /// memory, and on a GPU that of the chunks. Then `process` takes each layer once. A prompt ends with `end_prefill`,
+  /// after the last layer of its last chunk. Lengths may differ from item to item. On a GPU, steps of one length whose
+  /// rows lie side by side are read in place, as those of `prepare_step`, and can be recorded; the rows of others are
+  /// copied before and after each layer.
   /// boundaries [rows], on the host, for a recipe that `needs_segments`: see `prefill` and `prepare_step`.
   /// Errors   those of `prefill` and of `prepare_step`, for every item: tessera::error, and nothing has changed.
   mixed_batch prepare(const host_vector<batch_item>& items, queue_type queue = {},

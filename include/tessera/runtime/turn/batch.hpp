@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 
 #include "../../core/error.hpp"
 #include "../../core/host/host_vector.hpp"
@@ -33,6 +34,24 @@ struct batch {
            rows == other.rows;
   }
   bool is_packed() const { return !begins.empty(); }
+  /// Errors   no sequences; one with less than 1 or more than `max` tokens: tessera::error.
+  void check_tokens(index_t max) const {
+    require(!ids.empty(), "sequences of the batch", 0, "at least 1", "pass the ids of a batch");
+    for (index_t b = 0; b < sequences(); ++b) {
+      require(tokens_of(b) >= 1 && tokens_of(b) <= max, "tokens of a decode step", tokens_of(b),
+              "1 to " + std::to_string(max), "prefill longer runs");
+    }
+  }
+  /// Whether rows and boundaries are there for each sequence: false if somebody has changed the batch.
+  bool is_whole() const {
+    const std::size_t flags = ids.size() * std::size_t((std::max)(tokens, index_t(0)));
+    bool whole = (boundaries.empty() || boundaries.size() == flags) && (!is_packed() || begins.size() == ids.size());
+    for (index_t b = 0; whole && is_packed() && b < sequences(); ++b) {
+      const index_t begin = begins[std::size_t(b)];
+      whole = begin >= 0 && offset_t(begin) + tokens_of(b) <= rows;
+    }
+    return whole;
+  }
   /// How many sequences the rows of one layer have, of how many tokens.
   index_t row_sequences() const { return is_packed() ? 1 : sequences(); }
   index_t row_tokens() const { return is_packed() ? rows : tokens; }

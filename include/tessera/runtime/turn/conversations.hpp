@@ -248,11 +248,7 @@ class conversations {
   batch plan_step(const Recipe& recipe, batch step, index_t max_tokens_of_step,
                   std::span<const std::uint8_t> boundaries = {}) const {
     const host_vector<index_t>& ids = step.ids;
-    require(!ids.empty(), "sequences of the batch", 0, "at least 1", "pass the ids of a batch");
-    for (index_t b = 0; b < step.sequences(); ++b) {
-      require(step.tokens_of(b) >= 1 && step.tokens_of(b) <= max_tokens_of_step, "tokens of a decode step",
-              step.tokens_of(b), "1 to " + std::to_string(max_tokens_of_step), "prefill longer runs");
-    }
+    step.check_tokens(max_tokens_of_step);
     if constexpr (Recipe::needs_step_segments) {
       require_boundaries(boundaries, step.sequences() * step.tokens);
       step.boundaries.assign(boundaries.begin(), boundaries.end());
@@ -314,7 +310,8 @@ class conversations {
     shape_.check_rows(q, k, v, k_dim, v_dim);
     const index_t given = first_other(step.row_sequences(), q.sequences, k.sequences, v.sequences);
     require(given == step.row_sequences(), "sequences of the batch", given,
-            "as many as rows are of, " + std::to_string(step.row_sequences()), "pass q, k and v of every id");
+            step.is_packed() ? "1, of packed rows" : "as many as ids, which are " + std::to_string(step.sequences()),
+            "pass q, k and v of every id");
     const index_t tokens = first_other(step.row_tokens(), q.tokens, k.tokens, v.tokens);
     if (tokens != step.row_tokens()) {
       fail("tokens of a decode step", tokens, "those of prepare_step, which are " + std::to_string(step.row_tokens()),
@@ -328,6 +325,7 @@ class conversations {
                      const rows_view<float>& lse) const {
     shape_.check_output(q, out, lse, k_dim, v_dim);
     if (!q.data) fail("memory of q", "null", "memory behind it", "pass the rows themselves");
+    if (!step.is_whole()) fail("step", "changed", "what prepare_step returned", "pass the batch as it is");
     if (q.sequences != step.row_sequences() || q.tokens != step.row_tokens()) {
       fail("queries of a decode step", std::to_string(q.sequences) + " sequences of " + std::to_string(q.tokens),
            std::to_string(step.row_sequences()) + " of " + std::to_string(step.row_tokens()) +

@@ -25,10 +25,20 @@ struct mixed_batch {
   host_vector<index_t> indptr;           ///< [items + 1]
   host_vector<std::uint8_t> boundaries;  ///< [rows], of a recipe that needs segments
   batch step;                            ///< of the items that are steps; no sequences: none is
+  host_vector<index_t> positions;        ///< [items], of their first tokens
   index_t first_row = 0;                 ///< of the step, where its rows lie as those of a step alone
 
   index_t rows() const { return indptr.empty() ? 0 : indptr.back(); }
   bool has_step() const { return !step.ids.empty(); }
+  /// Whether the items' rows are where `indptr` says: false if somebody has changed the batch.
+  bool is_whole() const {
+    bool whole = indptr.size() == items.size() + 1 && positions.size() == items.size();
+    for (std::size_t i = 0; whole && i < items.size(); ++i) whole = indptr[i + 1] - indptr[i] == items[i].tokens;
+    const bool lies_inside = step.is_packed()
+                                 ? step.rows == rows()
+                                 : first_row >= 0 && first_row + offset_t(step.tokens) * step.sequences() <= rows();
+    return whole && lies_inside && (boundaries.empty() || boundaries.size() == std::size_t(rows()));
+  }
   /// Rows of one item.
   template <class Rows>
   Rows rows_of(const Rows& all, std::size_t item) const {

@@ -196,6 +196,7 @@ mixed_batch basic_cache<Recipe, Backend>::prepare(const host_vector<batch_item>&
       if (item.is_prompt) backend_.reserve(item.id, item.tokens, queue);
     }
   }
+  for (const batch_item& item : items) work.positions.push_back(conversations_.sequence(item.id).front().next_position);
   if (work.has_step()) work.step = prepare(std::move(work.step), queue, of_step);
   return work;
 }
@@ -205,12 +206,18 @@ template <class Q, class K, class V>
 void basic_cache<Recipe, Backend>::process(index_t layer, const mixed_batch& work, const rows_view<Q>& q,
                                            const rows_view<K>& k, const rows_view<V>& v, const rows_view<Out>& out,
                                            const rows_view<float>& lse, queue_type queue) {
-  require(work.rows() > 0 && q.sequences == 1 &&
-              first_other(work.rows(), q.tokens, k.tokens, v.tokens) == work.rows() && out.sequences == 1 &&
-              out.tokens == work.rows() && (!lse.data || lse.tokens == work.rows()),
-          "rows of a batch", first_other(work.rows(), q.tokens, k.tokens, out.tokens),
-          "one sequence of its " + std::to_string(work.rows()) + " rows in q, k, v, out and lse",
-          "pass the rows of all items one after another");
+  require(work.is_whole() && work.rows() > 0, "batch", "changed", "what prepare returned", "pass the batch as it is");
+  const index_t rows = first_other(work.rows(), q.tokens, k.tokens, v.tokens);
+  require(q.sequences == 1 && k.sequences == 1 && v.sequences == 1 && rows == work.rows(), "rows of a batch", rows,
+          "one sequence of " + std::to_string(work.rows()) + " in q, k and v", "pass the rows of all items");
+  shape_.check_rows(q, k, v, k_dim, v_dim);
+  shape_.check_output(q, out, lse, k_dim, v_dim);
+  for (std::size_t i = 0; i < work.items.size(); ++i) {
+    if (!work.items[i].is_prompt) continue;
+    const index_t next = conversations_.require_not_ended({layer, work.items[i].id}).next_position;
+    require(next == work.positions[i], "tokens of a layer before the batch", next, std::to_string(work.positions[i]),
+            "prepare every batch, and give every layer once to process");
+  }
   if (work.has_step()) {
     decode(layer, work.step, work.step_rows(q), work.step_rows(k), work.step_rows(v), work.step_rows(out),
            work.step_rows(lse), queue);

@@ -49,16 +49,14 @@ class step_order {
   }
 
   void begin(const batch& step, cudaStream_t stream) {
-    require_prepared(step);
-    require(step.takes_as(now_), "step", "of other sequences or tokens than prepare_step returned", "unchanged",
-            "pass begin_step what prepare_step returned");
+    require_unchanged(step);
     sees_all_ = sees_all_ && !is_recorded(stream);
     if (is_recorded(stream)) return;
     require(!has_begun_, "calls of begin_step for a step", 2, "1", "call prepare_step before every step");
     has_begun_ = true;
   }
   void require_layer(index_t layer, const batch& step, cudaStream_t stream) const {
-    require_prepared(step);
+    require_unchanged(step);
     if (is_recorded(stream)) return;
     require(has_begun_, "calls of begin_step for a step", 0, "1", "call begin_step before the layers of a step");
     require(layer >= next_layer_, "layer of a step", layer, "one behind those that the step has been through",
@@ -66,7 +64,7 @@ class step_order {
   }
   /// Errors   the step has not been through the layer.
   void require_decoded(index_t layer, const batch& step, cudaStream_t stream) const {
-    require_prepared(step);
+    require_unchanged(step);
     if (is_recorded(stream)) return;
     require(layer < next_layer_, "layer of a step", layer, "one that the step has been through",
             "decode the layer first");
@@ -105,6 +103,14 @@ class step_order {
             std::to_string(step.sequences()) + " sequences of " + std::to_string(step.tokens) + " tokens",
             "what prepare_step returned last, and nothing changed since",
             "call prepare_step, begin_step and the layers in this order");
+  }
+
+  void require_unchanged(const batch& step) const {
+    require_prepared(step);
+    if (!step.takes_as(now_)) {
+      fail("step", "of other sequences, tokens or rows than prepare_step returned", "unchanged",
+           "pass what prepare_step returned");
+    }
   }
 
   index_t layers_;

@@ -87,7 +87,7 @@ class decode_blocks {
     problem.chosen_begins = trim_ ? arrays.begins : nullptr;
     if (trim_) {
       trim_->run(
-          {problem.view, arrays.scores, capacity_, tokens_, reads, select.out, read_, select.counts, arrays.begins},
+          {problem.view, arrays.scores, capacity_, tokens_, select.out, read_, select.counts, arrays.begins, reads},
           arrays.trimming, stream);
     }
     return rotated;

@@ -24,10 +24,10 @@ class block_mean_reader : public reader_without_index<Recipe, View, Out> {
   struct operation {
     decode_blocks<View, Out> run;
     device_buffer<unsigned char> scratch;
-    index_t tokens, block;  // the budget for which it was made; of any segment, the longest
-    bool alike;             // whether all blocks are equally long
-    operation(decode_blocks<View, Out> made, index_t tokens_, index_t block_, bool alike_)
-        : run(std::move(made)), scratch(run.workspace_bytes()), tokens(tokens_), block(block_), alike(alike_) {}
+    index_t tokens, block;  // the budget for which it was made, and the length of a prompt's blocks
+    index_t more;           // tokens that other blocks may add to a budget
+    operation(decode_blocks<View, Out> made, index_t tokens_, index_t block_, index_t more_)
+        : run(std::move(made)), scratch(run.workspace_bytes()), tokens(tokens_), block(block_), more(more_) {}
   };
 
   block_mean_reader(const Recipe& recipe, const model_shape& shape, const cache_options& options,
@@ -44,8 +44,8 @@ class block_mean_reader : public reader_without_index<Recipe, View, Out> {
              options.step_tokens, options.tokens, max_segments(layout, options.tokens),
              segment_limits{formats.widest_k, formats.widest_v, formats.least_block, formats.alike}, device},
             read.tokens,
-            formats.alike ? formats.block : max_block,
-            formats.alike};
+            formats.block,
+            formats.alike ? 0 : 2 * max_block};
   }
   void adopt(operation&& fitted) { step_ = std::move(fitted); }
 
@@ -76,9 +76,8 @@ class block_mean_reader : public reader_without_index<Recipe, View, Out> {
     return store.slots_of_blocks(owner, blocks);
   }
   offset_t attended(const planned<Recipe>& policies, offset_t n, const head_place& of) const {
-    const offset_t tokens = policies.read.tokens, block = step_.block;
-    const offset_t whole = step_.alike ? (tokens + block - 1) / block * block : tokens + 3 * block;
-    return of.newest + (std::min<offset_t>)(n - of.newest, whole);
+    const offset_t whole = offset_t(ceil_div(policies.read.tokens, step_.block)) * step_.block + step_.more;
+    return of.newest + (std::min)(n - of.newest, whole);
   }
   /// 0: means lie in the segments, whose bytes the store counts.
   static offset_t bytes_read(const planned<Recipe>&, offset_t, const head_place&) { return 0; }

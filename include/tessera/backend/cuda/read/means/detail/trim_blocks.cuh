@@ -26,11 +26,11 @@ struct trim_problem {
   const float* scores = nullptr;  ///< [lanes, score_stride], of all blocks
   offset_t score_stride = 0;
   index_t tokens = 0;
-  const block_reads* reads = nullptr;  ///< [sequences], in place of `tokens`; null: the same for all
-  index_t* candidates = nullptr;       ///< [lanes, list_stride], ascending, the best ones of all
+  index_t* candidates = nullptr;  ///< [lanes, list_stride], ascending, the best ones of all
   offset_t list_stride = 0;
   index_t* counts = nullptr;  ///< [lanes]
   index_t* begins = nullptr;  ///< [lanes, max_segments + 1], written: where each segment's blocks begin in a list
+  const block_reads* reads = nullptr;  ///< [sequences], in place of `tokens`; null: the same for all
 };
 
 namespace detail {
