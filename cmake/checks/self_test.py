@@ -328,6 +328,8 @@ class Checks(unittest.TestCase):
         for kernel in ("__device__ void f();\n", "__global__ void f();\n"):
             self.assert_passes(sizes.main, {"include/tessera/math/a.cuh": kernel + "\n" * 599})
             self.assert_fails(sizes.main, {"include/tessera/math/a.cuh": kernel + "\n" * 600}, "601 lines; at most 600")
+        self.assert_passes(sizes.main, {"include/tessera/math/a.hpp": "/// what it does\n" * 200 + "\n" * 300})
+        self.assert_fails(sizes.main, {"include/tessera/math/a.hpp": "/// what it does\n" * 200 + "\n" * 301}, "at most 400")
         self.assert_fails(sizes.main, {"include/tessera/math/a.hpp": "// " + "x" * 118 + "\n"}, "a.hpp:1: 121 columns; at most 120")
         body = "namespace a {\nvoid f(int x) {\n" + "  ++x;\n" * 119 + "}\n}  // namespace a\n"
         self.assert_fails(sizes.main, {"tests/core/a.cpp": body}, "a.cpp:2: 121 lines in one function")

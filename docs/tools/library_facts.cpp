@@ -55,6 +55,13 @@ const char* goes_back() {
                                         : "nowhere";
 }
 
+/// Whether a method takes drafts, and whether a step under way can be cancelled; of rows that are not packed.
+template <class Method>
+std::string takes_back_calls() {
+  if (Method::retrieve_type::adds_up) return "no drafts";
+  return taken_back<Method>() == takes_back::nothing ? "drafts" : "drafts, steps";
+}
+
 /// Name and cell of every method over a layout.
 template <class Layout>
 std::vector<std::pair<std::string, std::string>> cells() {
@@ -67,7 +74,9 @@ std::vector<std::pair<std::string, std::string>> cells() {
 template <class T>
 void print_matrix() {
   std::vector<std::string> back;
-  methods_test::for_every_method<T, dim, dense<T, dim>>([&]<class Method>() { back.push_back(goes_back<Method>()); });
+  methods_test::for_every_method<T, dim, dense<T, dim>>([&]<class Method>() {
+    back.push_back(goes_back<Method>() + std::string(" | ") + takes_back_calls<Method>());
+  });
   const auto runs_of = cells<dense<T, dim>>(), pages = cells<stored<dense_rows<T, dim>, fixed_pages<16>>>(),
              ragged_of = cells<stored<dense_rows<T, dim>, ragged_pages>>(),
              fp8_runs = cells<stored<fp8_rows<T, dim>, runs>>(),
@@ -75,8 +84,8 @@ void print_matrix() {
              packed = cells<mosaic_rows<dense<T, dim>>>();
   std::printf(
       "| method | dense rows in runs | in pages of 16 | in ragged pages | fp8 rows in runs | in pages of 16 | packed "
-      "rows | goes back to |\n");
-  std::printf("| --- | --- | --- | --- | --- | --- | --- | --- |\n");
+      "rows | goes back to | cancels |\n");
+  std::printf("| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n");
   for (std::size_t i = 0; i < runs_of.size(); ++i) {
     std::printf("| `%s`", runs_of[i].first.c_str());
     for (const auto* each : {&runs_of, &pages, &ragged_of, &fp8_runs, &fp8_pages, &packed})

@@ -71,15 +71,19 @@ sequence_answers answers_of(const Cache& cache, index_t id) {
   return result;
 }
 
+/// The model of the laws.
+inline tessera::model_shape law_shape() { return {2, 4, 2}; }
+
 /// A side makes caches and hands them rows that lie on the host:
-///   cache_type, element_type, dim, shape()
+///   cache_type, element_type, dim, shape(), tolerance
 ///   make() -> cache_type                                        empty
-///   prefill(cache, id, rows)                                    a chunk, in every layer
-///   end_prefill(cache, id)
-///   decode(cache, ids, rows of each id) -> vector of float      a step in every layer; the outputs, id by id
+///   prefill_layer(cache, id, rows, layer), end_prefill(cache, id)
+///   begin(cache, ids, tokens), begin_draft(cache, ids, trees)   a step, or a draft, up to its first layer
+///   decode_layer(cache, step, rows of each id, layer) -> vector of float      the outputs, id by id
+///   accept(cache, accepted)
 ///   same(outputs, outputs)                                      to the bit, or what a device's batches leave of it
 template <class Side>
-struct backend_laws {
+struct calls_of_side {
   using cache_type = typename Side::cache_type;
   using rows_type = chunk_rows<typename Side::element_type>;
 
@@ -87,12 +91,37 @@ struct backend_laws {
   rng random;
 
   rows_type rows(index_t tokens) { return rows_type(random, side.shape(), tokens, Side::dim); }
+  void prefill(cache_type& cache, index_t id, const rows_type& chunk) {
+    for (index_t layer = 0; layer < side.shape().layers; ++layer) side.prefill_layer(cache, id, chunk, layer);
+  }
   index_t prompt(cache_type& cache, const std::vector<rows_type>& chunks) {
     const index_t id = cache.open();
-    for (const rows_type& chunk : chunks) side.prefill(cache, id, chunk);
+    for (const rows_type& chunk : chunks) prefill(cache, id, chunk);
     side.end_prefill(cache, id);
     return id;
   }
+  /// A step, or a draft, in every layer; the sum of their outputs, id by id.
+  template <class Step>
+  std::vector<float> decode(cache_type& cache, const Step& step, const std::vector<rows_type>& rows) {
+    std::vector<float> all;
+    for (index_t layer = 0; layer < side.shape().layers; ++layer) {
+      const std::vector<float> out = side.decode_layer(cache, step, rows, layer);
+      all.resize(out.size());
+      for (std::size_t i = 0; i < all.size(); ++i) all[i] += out[i];
+    }
+    return all;
+  }
+  std::vector<float> step(cache_type& cache, const std::vector<index_t>& ids, const std::vector<rows_type>& rows) {
+    return decode(cache, side.begin(cache, ids, rows[0].tokens), rows);
+  }
+};
+
+template <class Side>
+struct backend_laws : calls_of_side<Side> {
+  using base = calls_of_side<Side>;
+  using base::side, base::rows, base::prompt, base::prefill, base::step;
+  using typename base::cache_type;
+  using typename base::rows_type;
 
   /// A call that is refused changes nothing of any sequence.
   void refused_calls_change_nothing() {
@@ -100,17 +129,17 @@ struct backend_laws {
     const index_t id = prompt(cache, {rows(30), rows(17)});
     const sequence_answers before = answers_of(cache, id);
     const rows_type chunk = rows(3);
-    CHECK_THROWS_AS(side.prefill(cache, id + 1, chunk), tessera::error);
+    CHECK_THROWS_AS(prefill(cache, id + 1, chunk), tessera::error);
     CHECK_THROWS_AS(side.end_prefill(cache, id), tessera::error);
-    CHECK_THROWS_AS(side.decode(cache, {id, id}, {chunk, chunk}), tessera::error);
-    CHECK_THROWS_AS(side.decode(cache, {id}, {rows(9)}), tessera::error);
+    CHECK_THROWS_AS(step(cache, {id, id}, {chunk, chunk}), tessera::error);
+    CHECK_THROWS_AS(step(cache, {id}, {rows(9)}), tessera::error);
     CHECK_THROWS_AS(cache.close(id + 1), tessera::error);
     CHECK_THROWS_AS(cache.announce(id, 0), tessera::error);
     CHECK(answers_of(cache, id) == before);
-    side.prefill(cache, id, chunk);  // a prompt is under way
+    prefill(cache, id, chunk);  // a prompt is under way
     const sequence_answers within = answers_of(cache, id);
     CHECK_THROWS_AS(cache.fork(id), tessera::error);
-    CHECK_THROWS_AS(side.decode(cache, {id}, {rows(1)}), tessera::error);
+    CHECK_THROWS_AS(step(cache, {id}, {rows(1)}), tessera::error);
     CHECK(answers_of(cache, id) == within);
   }
 
@@ -118,14 +147,14 @@ struct backend_laws {
   void closed_sequences_leave_nothing() {
     cache_type used = side.make(), unused = side.make();
     const index_t old = prompt(used, {rows(41)});
-    side.decode(used, {old}, {rows(1)});
+    step(used, {old}, {rows(1)});
     used.close(old);
     const std::vector<rows_type> chunks{rows(23), rows(20)};
-    const rows_type step = rows(2);
+    const rows_type more = rows(2);
     const index_t id = prompt(used, chunks), other = prompt(unused, chunks);
     CHECK(id == old);
     CHECK(answers_of(used, id).same_tokens(answers_of(unused, other)));
-    CHECK(side.decode(used, {id}, {step}) == side.decode(unused, {other}, {step}));
+    CHECK(step(used, {id}, {more}) == step(unused, {other}, {more}));
     CHECK(answers_of(used, id).same_tokens(answers_of(unused, other)));
   }
 
@@ -134,9 +163,9 @@ struct backend_laws {
     cache_type together = side.make(), alone = side.make();
     const std::vector<rows_type> first{rows(35)}, second{rows(12), rows(40)};
     const index_t a = prompt(together, first), b = prompt(together, second), c = prompt(alone, second);
-    for (int step = 0; step < 4; ++step) {
+    for (int turn = 0; turn < 4; ++turn) {
       const rows_type mine = rows(1), other = rows(1);
-      const auto both = side.decode(together, {a, b}, {other, mine}), one = side.decode(alone, {c}, {mine});
+      const auto both = step(together, {a, b}, {other, mine}), one = step(alone, {c}, {mine});
       CHECK(side.same(std::vector<float>(both.begin() + long(both.size() / 2), both.end()), one));
     }
     CHECK(answers_of(together, b).same_tokens(answers_of(alone, c)));
@@ -146,13 +175,13 @@ struct backend_laws {
   void forks_go_on_as_their_source() {
     cache_type cache = side.make();
     const index_t id = prompt(cache, {rows(44)});
-    side.decode(cache, {id}, {rows(1)});
+    step(cache, {id}, {rows(1)});
     const index_t copy = cache.fork(id);
     CHECK(answers_of(cache, copy).same_tokens(answers_of(cache, id)));
-    for (int step = 0; step < 3; ++step) {
+    for (int turn = 0; turn < 3; ++turn) {
       const rows_type same = rows(1);
-      const auto of_source = side.decode(cache, {id}, {same});
-      CHECK(side.decode(cache, {copy}, {same}) == of_source);
+      const auto of_source = step(cache, {id}, {same});
+      CHECK(step(cache, {copy}, {same}) == of_source);
     }
     const sequence_answers before = answers_of(cache, copy);
     cache.close(id);
@@ -168,7 +197,7 @@ struct backend_laws {
     const index_t detoured = prompt(with, chunks), plain = prompt(without, chunks);
     for (int round = 0; round < 3; ++round) {
       const index_t next = with.next_position(detoured);
-      for (int step = 0; step < 20; ++step) side.decode(with, {detoured}, {rows(1)});  // into other pages
+      for (int turn = 0; turn < 20; ++turn) step(with, {detoured}, {rows(1)});  // into other pages
       if (with.settled(detoured) > next) {
         const sequence_answers before = answers_of(with, detoured);
         CHECK_THROWS_AS(with.truncate(detoured, next), tessera::error);
@@ -180,9 +209,9 @@ struct backend_laws {
       with.truncate(detoured, next);
       CHECK(answers_of(with, detoured).same_tokens(answers_of(without, plain)));
       const rows_type same = rows(1);
-      const auto expected = side.decode(without, {plain}, {same});
-      CHECK(side.decode(with, {detoured}, {same}) == expected);
-      CHECK(side.decode(with, {earlier}, {same}) == expected);
+      const auto expected = step(without, {plain}, {same});
+      CHECK(step(with, {detoured}, {same}) == expected);
+      CHECK(step(with, {earlier}, {same}) == expected);
       with.close(earlier);
     }
     CHECK_THROWS_AS(with.truncate(detoured, with.settled(detoured) - 1), tessera::error);

@@ -79,6 +79,10 @@ class script {
     for (int i = 0; i < 4; ++i) step({1}, 3);
     prompt(0, {9, 16});
     for (const index_t tokens : {1, 2}) step({1, 0}, tokens);
+    draft({0, 1}, {-1, 0, 0, 2});
+    accept({{0, {0, 2}}, {1, {}}});
+    step({1, 0}, 1);
+    go_back(0);
     close(1);
     fork(0, 1);
     for (const index_t tokens : {1, 2}) step({0, 1}, tokens);
@@ -125,6 +129,66 @@ class script {
     for (index_t layer = 0; id == 0 && layer < shape.layers; ++layer)
       calls_.push_back({"end_layer", [=](any_cache& cache, std::vector<float>&) { cache.end_layer(layer, id); }});
     calls_.push_back({"end_prefill", [id](any_cache& cache, std::vector<float>&) { cache.end_prefill(id); }});
+  }
+  /// A draft in every layer. Where it fails it is cancelled: then nothing is left of it. Some methods take no drafts.
+  void draft(const std::vector<index_t>& ids, const std::vector<index_t>& parents) {
+    const index_t first = next_[ids[0]], count = index_t(parents.size());
+    calls_.push_back({"draft", [=, this](any_cache& cache, std::vector<float>& out) {
+                        const std::size_t rows = ids.size() * std::size_t(count * shape.q_heads);
+                        out.assign(rows * (dim + 1), 0.0f);
+                        const index_t n = index_t(ids.size());
+                        const auto repeated = [&](any_cache::rows all) {
+                          all.sequences = n;
+                          all.sequence_stride = 0;
+                          return all;
+                        };
+                        bool has_begun = false;
+                        try {
+                          const tessera::host_vector<index_t> of(parents.begin(), parents.end());
+                          const auto now = cache.prepare_draft(ids, tessera::draft_tree(of));
+                          has_begun = true;
+                          for (index_t layer = 0; layer < shape.layers; ++layer) {
+                            cache.decode_draft(layer, now, repeated(data_.queries(layer, first, count)),
+                                               repeated(data_.keys(layer, first, count)),
+                                               repeated(data_.values(layer, first, count)),
+                                               tessera::nhd_rows(out.data(), count, shape.q_heads, dim, n),
+                                               tessera::nhd_rows(out.data() + rows * dim, count, shape.q_heads, 1, n));
+                          }
+                        } catch (const tessera::error&) {
+                          out.assign(1, -1);
+                        } catch (...) {
+                          for (const index_t id : ids) {
+                            if (has_begun) cache.cancel(id);
+                          }
+                          throw;
+                        }
+                      }});
+  }
+  void accept(const std::vector<tessera::accepted_tokens>& accepted) {
+    calls_.push_back({"accept", [=](any_cache& cache, std::vector<float>& out) {
+                        or_refused(out, [&] { cache.accept(accepted); });
+                      }});
+  }
+  /// A chunk that is cancelled in its first layer, and the newest token, taken back: where the method can.
+  void go_back(index_t id) {
+    calls_.push_back({"cancel", [=, this](any_cache& cache, std::vector<float>& out) {
+                        or_refused(out, [&] {
+                          auto tried = cache.clone();
+                          tried->prefill(0, id, data_.queries(0, 0, 3), data_.keys(0, 0, 3), data_.values(0, 0, 3));
+                          tried->cancel(id);
+                        });
+                      }});
+    calls_.push_back({"truncate", [=](any_cache& cache, std::vector<float>& out) {
+                        or_refused(out, [&] { cache.truncate(id, cache.next_position(id) - 1); });
+                      }});
+  }
+  template <class Call>
+  static void or_refused(std::vector<float>& out, const Call& call) {
+    try {
+      call();
+    } catch (const tessera::error&) {
+      out.assign(1, -1);
+    }
   }
   void step(const std::vector<index_t>& ids, index_t count) {
     const index_t first = next_[ids[0]];  // the same rows for all sequences of the batch

@@ -60,21 +60,23 @@ concept backend_attending =
     };
 
 /// Whether a type is the backend of a cache. A sentence says what it lacks. Policies, Sequences and Step are the turn's
-/// `planned`, `conversations` and `batch`. Calls with rows are templates, which are not checked here: the compiler
-/// reports a missing one where the cache calls it.
+/// `planned`, `conversations` and `batch`, Draft and Accepted its `draft_step` and `accepted_tokens`. Calls
+/// with rows are templates, which are not checked here: the compiler reports a missing one where the cache calls it.
 ///
 ///   resources, queue, default_queue, output_type, in_groups, takes_uneven_steps
-///   max_sequences(), max_step_tokens()              0: no bound; tokens of a step
+///   cancels_steps                                   whether a step with layers left can be taken back behind the last
+///   max_sequences(), max_step_tokens(), max_draft_tokens()     0: no bound; tokens of a step, and of a draft
 ///   check_budgets(recipe, own)                      throws where the memory does not allow the budgets of a sequence
 ///   open(id, policies, queue), close(id, queue)     `close` needs no memory
 ///   check_fork(id), fork(id, copy, policies, queue) where it throws, `copy` is closed
-///   settled(id, next)                               the smallest position that a sequence of `next` tokens can go
-///                                                   back to, as far as rows and index decide it
-///   check_truncation(id), truncate(id, plan, queue) takes back its newest tokens; `truncate` needs no memory
+///   settled(id, state)                              the smallest position that a sequence can go back to, as far as
+///                                                   rows and index decide it
+///   check_truncation(id), truncate(id, plan, state, queue)   takes back its newest tokens; `truncate` needs no memory
 ///   follow_budget(recipe, queue)                    replaces memory that depends on the budget
 ///   follow_plans(sequences, queue)                  the policies of every sequence have changed
 ///   check_chunk(owner, q), begin_prompt(id, queue), expect_chunk(id, tokens)
-///   end_chunk(owner, policies, reach, reconsidered, queue)     a layer keeps its share of the prompt so far
+///   end_chunk(owner, policies, reach, reconsidered, coming, queue)   a layer keeps its share of the prompt so far,
+///                                                   before `coming` more tokens; throws where these have no room
 ///   append_chunk, attend_chunk, reread              rows of a prompt
 ///   end_layer(owner, recipe, policies, due, reach, queue)       does what needs this layer alone
 ///   end_prompt(id, recipe, policies, due, state, queue)
@@ -82,12 +84,17 @@ concept backend_attending =
 ///   begin_counting(step, sequences), count_layer(layer, step, sequences, queue)   when a step's tokens count
 ///   require_layer(layer, step, sequences, queue), decode                          one layer of a step
 ///   require_decoded(layer, step, sequences, queue), attend                        other queries in a layer of a step
+///   is_under_way(state, id), forget_step(id)        whether a sequence's step has layers left; it has been taken back
+///   prepare_draft(draft, sequences, queue), begin_counting_draft(draft), decode_draft   one layer of a draft
+///   require_drafted(id, number)                     throws where a layer has not had the draft
+///   plan_accepted(recipe, step, accepted, sequences, queue)    plans a step of accepted rows, in all layers or none
+///   commit_accepted(recipe, step, sequences, queue), end_draft(id)   neither fails
 ///   positions, readable, attended, lines, bytes, bytes_read                       answers
 ///   roles()                                         which layers follow the recipe
 ///   upper_bound(recipe, policies, peaks)            upper bound of the memory of a new sequence whose layers store at
 ///                                                   most `peaks`
 ///   available()                                     memory that is neither used nor reserved
-template <class B, class Policies, class Sequences, class Step>
+template <class B, class Policies, class Sequences, class Step, class Draft, class Accepted>
 constexpr bool check_backend() {
   using recipe = typename B::recipe_type;
   using queue = typename B::queue;
@@ -95,7 +102,10 @@ constexpr bool check_backend() {
       requires(const B& b) {
         { b.max_sequences() } -> std::same_as<index_t>;
         { b.max_step_tokens() } -> std::same_as<index_t>;
-      }, "tessera: a backend must say its bounds: index_t max_sequences(), index_t max_step_tokens()");
+        { b.max_draft_tokens() } -> std::same_as<index_t>;
+      },
+      "tessera: a backend must say its bounds: index_t max_sequences(), index_t max_step_tokens(), index_t "
+      "max_draft_tokens()");
   static_assert(
       requires(B& b, index_t id, const Policies& policies, const recipe& own, typename B::default_queue q) {
         b.check_budgets(own, own);
@@ -108,11 +118,27 @@ constexpr bool check_backend() {
       "close(id, queue), check_fork(id), fork(id, copy, policies, queue)");
   static_assert(
       requires(B& b, const Sequences& known, index_t n, typename B::default_queue q) {
-        { b.settled(n, n) } -> std::same_as<index_t>;
+        { b.settled(n, known.sequence(n)) } -> std::same_as<index_t>;
         b.check_truncation(n);
-        b.truncate(n, known.plan_truncation(n, n, n), q);
+        b.truncate(n, known.plan_truncation(n, n, n), known.sequence(n), q);
+        { b.is_under_way(known.sequence(n), n) } -> std::same_as<bool>;
+        b.forget_step(n);
       },
-      "tessera: a backend must take back tokens: settled(id, next), check_truncation(id), truncate(id, plan, queue)");
+      "tessera: a backend must take back tokens: settled(id, state), check_truncation(id), truncate(id, plan, state, "
+      "queue), is_under_way(state, id), forget_step(id)");
+  static_assert(
+      requires(B& b, const recipe& r, const Draft& draft, const Step& step, const host_vector<Accepted>& accepted,
+               Sequences& known, queue q, index_t id) {
+        b.prepare_draft(draft, known, q);
+        b.begin_counting_draft(draft);
+        b.require_drafted(id, step.number);
+        b.plan_accepted(r, step, accepted, known, q);
+        b.commit_accepted(r, step, known, q);
+        b.end_draft(id);
+      },
+      "tessera: a backend must carry a draft: prepare_draft(draft, sequences, queue), begin_counting_draft(draft), "
+      "require_drafted(id, number), plan_accepted(recipe, step, accepted, sequences, queue), commit_accepted(recipe, "
+      "step, sequences, queue), end_draft(id)");
   static_assert(
       requires(B& b, const recipe& r, const Sequences& known, typename B::default_queue q) {
         b.follow_budget(r, q);
@@ -123,12 +149,13 @@ constexpr bool check_backend() {
                const Sequences& known, queue q, index_t n) {
         b.begin_prompt(n, q);
         b.expect_chunk(n, n);
-        b.end_chunk(owner, policies, reach, n, q);
+        b.end_chunk(owner, policies, reach, n, n, q);
         b.end_layer(owner, r, policies, true, reach, q);
         b.end_prompt(n, r, policies, true, known.sequence(n), q);
       },
       "tessera: a backend must carry a prompt: begin_prompt(id, queue), expect_chunk(id, tokens), end_chunk(owner, "
-      "policies, reach, reconsidered, queue), end_layer(owner, recipe, policies, due, reach, queue), end_prompt(id, "
+      "policies, reach, reconsidered, coming, queue), end_layer(owner, recipe, policies, due, reach, queue), "
+      "end_prompt(id, "
       "recipe, policies, due, state, queue)");
   static_assert(
       requires(B& b, const recipe& r, const Step& step, Sequences& known, queue q, index_t layer) {

@@ -74,6 +74,11 @@ struct graph {
     cudaGraphExecDestroy(ready);
     cudaGraphDestroy(captured);
   }
+  std::size_t nodes() const {
+    std::size_t count = 0;
+    cuda::check(cudaGraphGetNodes(captured, nullptr, &count), "cudaGraphGetNodes");
+    return count;
+  }
   void launch() {
     cuda::check(cudaGraphLaunch(ready, stream), "cudaGraphLaunch");
     cuda::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");

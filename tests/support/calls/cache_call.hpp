@@ -53,6 +53,7 @@ enum class cache_verb {
   fork,
   truncate,
   detour,
+  draft,
   close,
   reserve,
   prefill,
@@ -69,6 +70,11 @@ enum class cache_verb {
   look
 };
 
+/// What is taken back besides whole steps: a chunk, a draft, and a chunk, a step or one sequence of a step on its way.
+namespace detour_kind {
+inline constexpr index_t chunk = 0, draft = -1, part_of_chunk = -2, part_of_step = -3;
+}
+
 /// One call. Which members count depends on the verb.
 struct cache_call {
   static constexpr int dim = 64;
@@ -76,12 +82,14 @@ struct cache_call {
 
   cache_verb verb = cache_verb::open;
   index_t layer = 0, id = 0, head = 0, tokens = 0;
-  index_t first = 0;        ///< of truncate: the position; of detour: its steps, 0: a chunk of a prompt
+  index_t first = 0;        ///< of truncate: the position; of detour: its steps, or one of `detour_kind`
   int step = 0;             ///< of prepare_step: its number, from 1; of what follows it: whose step; 0: nobody's
   bool is_altered = false;  ///< of begin_step and decode: the step's sequences are `ids`, its tokens `tokens`
   std::vector<index_t> ids{};
-  std::vector<index_t> lengths{};       ///< of prepare_step: tokens of each sequence; empty: all have `tokens`
-  tessera::sequence_options options{};  ///< of open
+  std::vector<index_t> lengths{};             ///< of prepare_step: tokens of each sequence; empty: all have `tokens`
+  std::vector<index_t> parents{};             ///< of a draft: its tree
+  std::vector<std::vector<index_t>> nodes{};  ///< of draft, by sequence: what is accepted
+  tessera::sequence_options options{};        ///< of open
   called_cache::rows q{}, k{}, v{};
   wanted_output wanted{};
   boundary_fault fault = boundary_fault::none;

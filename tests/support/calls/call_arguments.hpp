@@ -75,6 +75,23 @@ class call_arguments {
     return wanted;
   }
 
+  /// Rows of the call's sequences, and where their results go.
+  void give_rows(cache_call& call, index_t tokens) {
+    const index_t sequences = index_t(call.ids.size());
+    call.q = rows(tokens, shape_.q_heads, sequences);
+    call.k = rows(tokens, shape_.kv_heads, sequences);
+    call.v = rows(tokens, shape_.kv_heads, sequences);
+    if (limits_.on_device) call.q.data -= (call.q.data - call_inputs(true).data()) % 8;
+    call.wanted = some_output(tokens, sequences, 0, call.is_wrong);
+  }
+  /// From a token of a draft back to the beginning, or nothing.
+  std::vector<index_t> path(const std::vector<index_t>& parents) {
+    std::vector<index_t> nodes;
+    for (index_t node = random_.between(-1, index_t(parents.size()) - 1); node >= 0; node = parents[std::size_t(node)])
+      nodes.insert(nodes.begin(), node);
+    return nodes;
+  }
+
   rng& random_;
   tessera::model_shape shape_;
   called_limits limits_;

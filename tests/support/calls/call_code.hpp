@@ -36,8 +36,13 @@ class call_code {
         text << "cache->truncate(" << call.id << ", " << call.first << ");";
         break;
       case cache_verb::detour:
-        text << "// of " << listed(call.ids) << ", taken back: " << call.first << " steps (0: a chunk) with "
-             << rows(call.q) << ", " << rows(call.k) << ", " << rows(call.v);
+        text << "// of " << listed(call.ids) << ", taken back: " << call.first << " steps (or see detour_kind), "
+             << call.tokens << " layers, with " << rows(call.q) << ", " << rows(call.k) << ", " << rows(call.v);
+        break;
+      case cache_verb::draft:
+        text << "// a draft of " << listed(call.ids) << " by parents " << listed(call.parents) << ", accepted:";
+        for (const auto& nodes : call.nodes) text << " " << listed(nodes);
+        text << ", with " << rows(call.q) << ", " << rows(call.k) << ", " << rows(call.v);
         break;
       case cache_verb::close:
         text << "cache->close(" << call.id << ");";

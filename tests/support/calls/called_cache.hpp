@@ -47,6 +47,13 @@ class called_cache {
                       const results& out, const results& lse) = 0;
   virtual void attend(index_t layer, const tessera::batch& step, const rows& q, const results& out,
                       const results& lse) = 0;
+  /// A draft of each of these sequences, by one tree.
+  virtual tessera::draft_step prepare_draft(const std::vector<index_t>& ids, const tessera::draft_tree& tree) = 0;
+  virtual void begin_draft(const tessera::draft_step&) {}
+  virtual void decode_draft(index_t layer, const tessera::draft_step& draft, const rows& q, const rows& k,
+                            const rows& v, const results& out, const results& lse) = 0;
+  virtual void accept(const std::vector<tessera::accepted_tokens>& accepted) = 0;
+  virtual void cancel(index_t id) = 0;
   virtual void set_budget(index_t tokens) = 0;
   virtual index_t next_position(index_t id) const = 0;
   virtual std::vector<index_t> positions(index_t layer, index_t id, index_t head) const = 0;
@@ -96,6 +103,17 @@ std::vector<std::uint8_t> uneven_boundaries(const Cache& held, const std::vector
                                             const std::vector<index_t>& lengths) {
   const index_t longest = lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end());
   return called_step_boundaries<Recipe>(held, ids, longest);
+}
+/// And of a draft, by the positions that its tokens would have.
+template <class Recipe, class Cache>
+std::vector<std::uint8_t> called_draft_boundaries(const Cache& held, const std::vector<index_t>& ids,
+                                                  const tessera::draft_tree& tree) {
+  std::vector<std::uint8_t> boundaries;
+  for (std::size_t b = 0; Recipe::needs_step_segments && b < ids.size(); ++b) {
+    for (index_t t = 0; t < tree.tokens(); ++t)
+      boundaries.push_back((held.next_position(ids[b]) + tree.depth(t)) % 5 == 2);
+  }
+  return boundaries;
 }
 /// Zeros behind the tokens of a step's sequences, where outputs are not defined.
 inline void clear_behind(const tessera::batch& step, const called_cache::results& out) {
@@ -184,6 +202,17 @@ class cpu_calls : public Interface {
     held_.attend(layer, step, q, out, lse);
     clear_behind(step, out), clear_behind(step, lse);
   }
+  tessera::draft_step prepare_draft(const std::vector<index_t>& ids, const tessera::draft_tree& tree) override {
+    return held_.prepare_draft(ids, {tree}, {}, called_draft_boundaries<Recipe>(held_, ids, tree));
+  }
+  void decode_draft(index_t layer, const tessera::draft_step& draft, const rows& q, const rows& k, const rows& v,
+                    const results& out, const results& lse) override {
+    held_.decode(layer, draft, q, k, v, out, lse);
+  }
+  void accept(const std::vector<tessera::accepted_tokens>& accepted) override {
+    held_.accept(tessera::host_vector<tessera::accepted_tokens>(accepted.begin(), accepted.end()));
+  }
+  void cancel(index_t id) override { held_.cancel(id); }
   void set_budget(index_t tokens) override { held_.set_budget(tokens); }
   index_t next_position(index_t id) const override { return held_.next_position(id); }
   std::vector<index_t> positions(index_t layer, index_t id, index_t head) const override {

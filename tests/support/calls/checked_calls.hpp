@@ -4,7 +4,7 @@
 #include <array>
 #include <map>
 
-#include "prompt_calls.hpp"
+#include "draft_calls.hpp"
 
 namespace support {
 
@@ -18,13 +18,13 @@ struct called_caches {
 };
 
 /// Caches that go on alike, and the model that tells which calls the contract allows.
-class checked_calls : public prompt_calls {
+class checked_calls : public draft_calls {
  public:
   enum class outcome { carried_out, refused, passed_over };
 
   explicit checked_calls(const called_caches& caches, agreement* seen = nullptr)
-      : prompt_calls(caches.shape, caches.method, caches.limits, caches.make,
-                     caches.make_reference ? caches.make_reference() : nullptr, seen) {}
+      : draft_calls(caches.shape, caches.method, caches.limits, caches.make,
+                    caches.make_reference ? caches.make_reference() : nullptr, seen) {}
 
   /// Makes a call, or passes over one that nobody may make in this state. Throws broken_rule where it does not do what the contract says.
   outcome make(const cache_call& call) {
@@ -48,6 +48,8 @@ class checked_calls : public prompt_calls {
         return truncate(call.id, call.first);
       case cache_verb::detour:
         return detour(call);
+      case cache_verb::draft:
+        return draft(call);
       case cache_verb::close:
         return close(call.id);
       case cache_verb::reserve:
@@ -215,54 +217,6 @@ class checked_calls : public prompt_calls {
       if (call.layer + 1 == shape_.layers) compare_stored(id);
     }
     return true;
-  }
-
-  /// Steps, or a chunk of a prompt, that only the cache makes, and takes back. From then on its twin must still go on
-  /// alike, to the bit. Not in tight pools: a detour leaves rows in other places, and less room may be in one piece.
-  bool detour(const cache_call& call) {
-    const index_t tokens = call.q.tokens;
-    bool possible = !limits_.is_tight && !call.ids.empty() && call.q.sequences == index_t(call.ids.size()) &&
-                    !is_under_way() && tokens >= 1;
-    possible = possible && (call.first > 0 ? tokens <= limits_.step_tokens && (!method_.exact || method_.read >= tokens)
-                                           : call.ids.size() == 1);
-    for (const index_t id : call.ids) {
-      const sequence* held = known(id);
-      possible = possible && held && held->is_between_turns() && !held->is_cut && held->next[0] <= 90 &&
-                 std::count(call.ids.begin(), call.ids.end(), id) == 1;
-      possible = possible && (call.first > 0 || !method_.filters);
-    }
-    if (!possible) return false;
-    auto gone = cache_->copy();
-    turn_ = 0;
-    try {  // there may be no room
-      for (index_t made = 0; made < std::max(1, call.first); ++made) {
-        call.first > 0 ? pass_step(*gone, call) : pass_chunk(*gone, call);
-      }
-    } catch (const tessera::error&) {
-      return false;
-    }
-    for (const index_t id : call.ids) {
-      if (gone->settled(id) > known(id)->next[0]) return false;
-    }
-    for (const index_t id : call.ids) gone->truncate(id, known(id)->next[0]);
-    cache_ = std::move(gone);
-    has_detoured_ = true;
-    return true;
-  }
-  void pass_step(called_cache& cache, const cache_call& call) {
-    const tessera::batch now = cache.prepare_step(call.ids, call.q.tokens);
-    cache.begin_step(now);
-    for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      const auto [out, lse] = take(call.wanted);
-      cache.decode(layer, now, call.q, call.k, call.v, out, lse);
-    }
-  }
-  void pass_chunk(called_cache& cache, const cache_call& call) {
-    for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      const auto [out, lse] = take(call.wanted);
-      cache.prefill(layer, call.ids[0], call.q, call.k, call.v);
-      cache.prefill_attention(layer, call.ids[0], call.q, out, lse);
-    }
   }
 
   /// The queries of a layer that was decoded give its outputs once more, which only the cache is asked for: from then on

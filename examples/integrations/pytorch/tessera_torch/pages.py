@@ -82,9 +82,35 @@ class PageOperations:
         """
         return self._operators.pages_free(self._handle, tables, lengths, held, page, room)
 
-    def attend(self, index, layer, q, first_position, slots=None, counts=None):
-        """A step's attention over everything stored, or over chosen slots -> out like q, log-sum-exps [sequences, tokens, q_heads].
+    def attend(self, index, layer, q, first_position, slots=None, counts=None, indptr=None, tokens=8):
+        """A step's attention over everything stored, or over chosen slots -> out like q, log-sum-exps like q without dim.
 
         q [sequences, 1 to 8 tokens, q_heads, dim], whose keys are stored already; first_position [sequences]: of its first.
+        indptr [sequences + 1]: then q is [rows, q_heads, dim], and sequence i has the rows from indptr[i] to indptr[i + 1], at
+        most `tokens` (1 to 8) of them. On a GPU the host does not see these numbers: a sequence with more rows gets NaN behind them.
         """
-        return self._operators.pages_attend(self._handle, index, q, *layer, first_position, slots, counts)
+        if indptr is None:
+            return self._operators.pages_attend(self._handle, index, q, *layer, first_position, slots, counts)
+        sequence, token, rows = _places(q, indptr, tokens)
+        out, sums = self._operators.pages_attend(self._handle, index, q[rows], *layer, first_position, slots, counts)
+        inside = token < tokens
+        token = token.clamp(max=tokens - 1)
+        return (out[sequence, token].masked_fill(~inside[:, None, None], torch.nan),
+                sums[sequence, token].masked_fill(~inside[:, None], torch.nan))
+
+
+def _places(q, indptr, tokens):
+    """Of each packed row its sequence and its token; and [sequences, tokens] rows, of which those behind a sequence's own are any."""
+    if q.dim() != 3 or indptr.dim() != 1 or indptr.numel() < 2 or not 1 <= tokens <= 8:
+        raise ValueError(f"q with indptr is {tuple(q.shape)}, indptr {tuple(indptr.shape)}, tokens {tokens}; expected [rows, q_heads, dim], "
+                         "[sequences + 1] and 1 to 8; pass packed rows, and the most tokens of a sequence")
+    begins = indptr.to(torch.int64)
+    if not indptr.is_cuda:
+        counts = begins.diff()
+        if begins[0] != 0 or begins[-1] != q.shape[0] or counts.min() < 0 or counts.max() > tokens:
+            raise ValueError(f"indptr is {begins.tolist()}; expected ascending numbers from 0 to the rows, which are {q.shape[0]}, at most "
+                             f"{tokens} rows apart; pass where each sequence's rows begin, and the most tokens of a sequence")
+    row = torch.arange(q.shape[0], device=q.device)
+    sequence = torch.searchsorted(begins, row, right=True) - 1
+    rows = (begins[:-1, None] + torch.arange(tokens, device=q.device)).clamp(max=max(0, q.shape[0] - 1))
+    return sequence, row - begins[sequence], rows

@@ -133,6 +133,27 @@ def test_two_evictions_and_steps_between(device, dtype, order):
 
 
 @pytest.mark.parametrize("device, dtype", PLACES, ids=str)
+def test_packed_rows_of_steps_of_different_lengths(device, dtype):
+    engine, pages = Engine(device, dtype), operations(device, dtype)
+    engine.append(pages, [100, 20, 60])
+    for counts in ([1, 4, 2], [3, 0, 8]):
+        first = list(engine.next)
+        engine.append(pages, counts)
+        indptr = engine.numbers([0, counts[0], counts[0] + counts[1], sum(counts)])
+        for i, layer in enumerate(engine.layers):
+            q = torch.cat([engine.q[i, b, first[b]:first[b] + counts[b]] for b in range(3)])
+            out, lse = pages.attend(i, layer, q, engine.numbers(first), indptr=indptr, tokens=max(counts))
+            for b, begin in enumerate(indptr.tolist()[:-1]):
+                queries, rows = torch.arange(first[b], first[b] + counts[b], device=device), slice(begin, begin + counts[b])
+                for head in range(Q_HEADS):
+                    want, want_lse = engine.attention(i, b, head, engine.kept(i, b, head // GROUP), queries)
+                    assert torch.allclose(out[rows, head].double(), want, atol=tolerance(device, dtype))
+                    assert torch.allclose(lse[rows, head].double(), want_lse, atol=tolerance(device, dtype))
+    with pytest.raises(ValueError, match="^q with indptr is "):
+        pages.attend(0, engine.layers[0], q[None], engine.numbers(first), indptr=indptr)
+
+
+@pytest.mark.parametrize("device, dtype", PLACES, ids=str)
 def test_snapkv_keeps_what_snapkv_says(device, dtype):
     """Against SnapKV written in PyTorch: attention of the window's queries, summed, max-pooled, the best ones and the window."""
     engine, window, pool, budget = Engine(device, dtype), 16, 7, 40
@@ -317,6 +338,8 @@ def test_errors_are_sentences_and_change_nothing():
     held = engine.numbers([1, 1, 1])
     refused("^pages that row 0 of the tables holds is 1; expected 7 to 20; ", pages.free, engine.tables, engine.lengths,
             held, PAGE)
+    fewer = engine.numbers([0, 1, 2, 9])
+    refused("^indptr is .*; expected ascending numbers from 0 to the rows", pages.attend, 0, layer, q[0], first, None, None, fewer)
     full = operations("cpu", torch.float32, "full", None)
     refused("^method is one that keeps everything; ", full.choose, 0, layer, q, first)
     h2o = operations("cpu", torch.float32, "h2o")

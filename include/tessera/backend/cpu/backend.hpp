@@ -38,6 +38,10 @@ class backend {
   /// Whether sequences of one step may have different numbers of tokens.
   static constexpr bool takes_uneven_steps = true;
 
+  /// Whether a step that has layers left can be taken back once it is through.
+  static constexpr bool cancels_steps =
+      taken_back<Recipe>() != takes_back::nothing && !packing_layout<layout> && reading<Recipe>::settled(1) == 0;
+
   /// Errors   no executor: tessera::error.
   backend(const model_shape& shape, const Recipe& recipe, resources workers)
       : parts_(shape, recipe, require_workers(std::move(workers))), order_(shape.layers) {}
@@ -47,6 +51,7 @@ class backend {
   /// The largest number of open sequences, 0: no bound; the largest number of tokens of a step.
   index_t max_sequences() const { return 0; }
   index_t max_step_tokens() const { return tessera::max_step_tokens; }
+  index_t max_draft_tokens() const { return tessera::max_draft_tokens; }
 
   void check_budgets(const Recipe&, const Recipe&) const {}
   void open(index_t id, const planned<Recipe>&, queue) {
@@ -56,6 +61,7 @@ class backend {
     parts_.read_stage.open(id);
     parts_.prompts.open(id);
     parts_.log.open(id);
+    parts_.drafts.open(id);
   }
   /// Needs no memory.
   void close(index_t id, queue) {
@@ -63,6 +69,7 @@ class backend {
     parts_.first.observer().forget(id);
     parts_.read_stage.close(id);
     parts_.prompts.close(id);
+    parts_.drafts.forget(id);
   }
   void check_fork(index_t) const {}
   /// Opens a copy of a sequence, between two turns or steps. Where it throws, the copy is closed.
@@ -78,12 +85,12 @@ class backend {
       throw;
     }
   }
-  /// The smallest position that a sequence with `next` tokens can go back to, as far as its rows and its index decide
-  /// it.
-  index_t settled(index_t id, index_t next) const {
-    index_t settled = parts_.read_stage.settled(next);
+  /// The smallest position that a sequence can go back to, as far as its rows and its index decide it.
+  index_t settled(index_t id, const sequence_state<Recipe>& state) const {
+    index_t settled = parts_.read_stage.settled(state.front().next_position);
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
       const sequence_layer owner{layer, id};
+      const index_t next = state.layers[std::size_t(layer)].next_position;
       settled = (std::max)(settled, parts_.roles.slides(layer) ? settled_of_window(next, parts_.store.longest(owner),
                                                                                    parts_.roles.window(layer))
                                                                : parts_.store.settled(owner, next));
@@ -92,14 +99,14 @@ class backend {
   }
   void check_truncation(index_t) const {}
   /// Takes back a sequence's newest tokens. Needs no memory.
-  void truncate(index_t id, const truncation& plan, queue) {
+  void truncate(index_t id, const truncation& plan, const sequence_state<Recipe>&, queue) {
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
       const sequence_layer owner{layer, id};
       parts_.store.truncate(owner, plan.position);
       if (plan.is_of_prompt) parts_.store.forget_prompt(owner), parts_.first.observer().forget(owner);
       parts_.read_stage.truncate(owner, parts_.store, plan.ends_lists);
     }
-    if (plan.withdraws) parts_.store.expect(id, 0);
+    if (plan.releases) parts_.store.expect(id, 0);
   }
   void follow_budget(const Recipe&, queue) {}
   void follow_plans(const conversations<Recipe>&, queue) {}
@@ -123,7 +130,8 @@ class backend {
   template <class E>
   void check_chunk(sequence_layer, const rows_view<const E>&) const {}
   void begin_prompt(index_t id, queue) { parts_.store.settle(id); }
-  void end_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach, index_t, queue) {
+  void end_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach, index_t, index_t,
+                 queue) {
     prompts().end_chunk(owner, policies, reach);
   }
   /// Reserves pages for `tokens` more in every layer; throws where the pool has too few.
@@ -177,6 +185,34 @@ class backend {
   void count_layer(index_t layer, const batch& step, conversations<Recipe>& known, queue) {
     order_.decoded(layer, step, known);
   }
+  /// Whether the sequence's step has been prepared and has layers left.
+  bool is_under_way(const sequence_state<Recipe>& state, index_t) const {
+    return state.step != 0 && state.layers.back().next_position == state.step_began;
+  }
+  void forget_step(index_t) {}
+
+  // --- drafts --------------------------------------------------------------------------------------------------------
+
+  void prepare_draft(const draft_step& draft, const conversations<Recipe>&, queue) {
+    for (const index_t id : draft.step.ids) parts_.drafts.open(id);
+  }
+  void begin_counting_draft(const draft_step&) {}
+  template <class E>
+  void decode_draft(index_t layer, const Recipe&, const draft_step& draft, const conversations<Recipe>& known,
+                    const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+                    const rows_view<float>& out, const rows_view<float>& lse, queue) {
+    steps().draft(layer, draft, known, q, k, v, {out, lse});
+  }
+  void require_drafted(index_t id, std::uint64_t number) const { parts_.drafts.require_all(id, number); }
+  void plan_accepted(const Recipe& recipe, const batch& step, const host_vector<accepted_tokens>& accepted,
+                     const conversations<Recipe>& known, queue) {
+    steps().plan_accepted(recipe, step, accepted, known);
+  }
+  void commit_accepted(const Recipe&, const batch& step, conversations<Recipe>& known, queue) {
+    steps().commit_accepted(step);
+    for (index_t layer = 0; layer < parts_.shape.layers; ++layer) order_.decoded(layer, step, known);
+  }
+  void end_draft(index_t id) { parts_.drafts.forget(id); }
 
   // --- answers -------------------------------------------------------------------------------------------------------
 
@@ -205,7 +241,7 @@ class backend {
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
       const sequence_layer owner{layer, id};
       total += parts_.store.bytes(owner) + parts_.first.observer().bytes(owner) + parts_.read_stage.bytes(owner) +
-               parts_.prompts.bytes(owner);
+               parts_.prompts.bytes(owner) + parts_.drafts.bytes(owner);
     }
     return total;
   }

@@ -46,6 +46,10 @@ class backend {
   /// Whether sequences of one step may have different numbers of tokens.
   static constexpr bool takes_uneven_steps = parts_type::takes_uneven_steps;
 
+  /// Whether a step that has layers left can be taken back once it is through.
+  static constexpr bool cancels_steps = taken_back<Recipe>() != takes_back::nothing && !packing_layout<layout> &&
+                                        parts_type::reading_type::settled(1) == 0;
+
   backend(const model_shape& shape, const Recipe& recipe, const cache_options& options)
       : parts_(shape, recipe, options) {}
 
@@ -54,6 +58,7 @@ class backend {
   /// Upper bounds: of sequences that are open at a time, and of the tokens of a step.
   index_t max_sequences() const { return parts_.options.sequences; }
   index_t max_step_tokens() const { return parts_.options.step_tokens; }
+  index_t max_draft_tokens() const { return parts_.options.draft_tokens; }
 
   /// Errors   budgets of a sequence that exceed those of the recipe, for which memory was made.
   void check_budgets(const Recipe& recipe, const Recipe& own) const {
@@ -103,12 +108,12 @@ class backend {
     }
   }
 
-  /// The smallest position that a sequence with `next` tokens can go back to, as far as its rows and its index decide
-  /// it.
-  index_t settled(index_t id, index_t next) const {
-    index_t settled = parts_.read_stage.settled(next);
+  /// The smallest position that a sequence can go back to, as far as its rows and its index decide it.
+  index_t settled(index_t id, const sequence_state<Recipe>& state) const {
+    index_t settled = parts_.read_stage.settled(state.front().next_position);
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
       const sequence_layer owner{layer, id};
+      const index_t next = state.layers[std::size_t(layer)].next_position;
       settled = (std::max)(settled,
                            parts_.roles.slides(layer)
                                ? settled_of_window(next, parts_.store.bound(owner).longest, parts_.roles.window(layer))
@@ -119,23 +124,25 @@ class backend {
   /// Errors   the sequence's step has layers left.
   void check_truncation(index_t id) const { parts_.order.require_finished(id); }
   /// Takes back a sequence's newest tokens.
-  void truncate(index_t id, const truncation& plan, cudaStream_t stream) {
+  void truncate(index_t id, const truncation& plan, const sequence_state<Recipe>& state, cudaStream_t stream) {
+    const bool is_counted = parts_.order.is_counted(id);
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
       const sequence_layer owner{layer, id};
+      const index_t tokens = plan.tokens_of(state.layers[std::size_t(layer)]);
       index_t* lengths = parts_.store.lengths(owner);
-      add_number(lengths, lengths, -plan.tokens, parts_.shape.kv_heads, stream);
-      parts_.store.drop_newest(owner, plan.tokens);
+      if (is_counted) add_number(lengths, lengths, -tokens, parts_.shape.kv_heads, stream);
+      parts_.store.drop_newest(owner, tokens);
       if (plan.is_of_prompt) {
         parts_.store.forget_prompt(owner);
         parts_.first.observer().forget(owner);
         if (plan.ends_lists) parts_.read_stage.candidates().end_lists(owner, stream);
       } else if (parts_.roles.follows_recipe(layer)) {
-        parts_.read_stage.truncate(owner, parts_.store, plan.tokens, plan.ends_lists, stream);
+        parts_.read_stage.truncate(owner, parts_.store, tokens, plan.ends_lists, stream);
       }
       parts_.attended[owner].clear();
     }
     set_number(parts_.next.data() + id, plan.position, stream);
-    if (plan.withdraws) parts_.store.expect(id, 0);
+    if (plan.releases) parts_.store.expect(id, 0);
   }
 
   /// Adopts another budget, after everything that may fail has been made. Allocates; synchronises. Errors: a prepared
@@ -198,9 +205,9 @@ class backend {
     parts_.store.expect(id, tokens);
   }
   void end_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach, index_t reconsidered,
-                 cudaStream_t stream) {
+                 index_t coming, cudaStream_t stream) {
     if constexpr (Recipe::schedule_type::fires_at(moment::chunk_end))
-      prompts().end_chunk(owner, policies, reach, reconsidered, stream);
+      prompts().end_chunk(owner, policies, reach, reconsidered, coming, stream);
   }
   template <class E>
   void append_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_chunk& chunk,
@@ -262,6 +269,37 @@ class backend {
   void count_layer(index_t layer, const batch&, const conversations<Recipe>&, cudaStream_t stream) {
     parts_.order.decoded(layer, stream);
   }
+  /// Whether the sequence's step has been prepared and has layers left, as far as the host knows.
+  bool is_under_way(const sequence_state<Recipe>&, index_t id) const { return parts_.order.is_under_way(id); }
+  void forget_step(index_t id) { parts_.order.closed(id); }
+
+  // --- drafts --------------------------------------------------------------------------------------------------------
+
+  void prepare_draft(const draft_step& draft, const conversations<Recipe>&, cudaStream_t stream) {
+    steps().prepare_draft(draft, stream);
+  }
+  void begin_counting_draft(const draft_step& draft) { parts_.order.prepared_draft(draft.step); }
+  void begin_draft(const draft_step& draft, cudaStream_t stream) { steps().begin_draft(draft, stream); }
+  template <class E>
+  void decode_draft(index_t layer, const Recipe& recipe, const draft_step& draft, const conversations<Recipe>&,
+                    const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+                    const rows_view<Out>& out, const rows_view<float>& lse, cudaStream_t stream) {
+    check_element<E>();
+    parts_.order.require_draft(draft.step, stream);
+    require_rows_on_16_bytes("q", q);
+    steps().draft(layer, recipe, draft, q, k, v, out, lse, stream);
+    parts_.order.drafted(layer, stream);
+  }
+  void require_drafted(index_t id, std::uint64_t number) const { parts_.order.require_drafted(id, number); }
+  void plan_accepted(const Recipe&, const batch& step, const host_vector<accepted_tokens>& accepted,
+                     const conversations<Recipe>& known, cudaStream_t stream) {
+    steps().plan_accepted(step, accepted, known, stream);
+  }
+  void commit_accepted(const Recipe& recipe, const batch& step, const conversations<Recipe>& known,
+                       cudaStream_t stream) {
+    steps().commit_accepted(recipe, step, known.sequence(step.ids.front()).policies, stream);
+  }
+  void end_draft(index_t) {}
 
   // --- answers -------------------------------------------------------------------------------------------------------
 

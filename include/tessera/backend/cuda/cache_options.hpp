@@ -12,10 +12,11 @@ namespace cuda {
 
 /// Sizes that are fixed when a cache is made. All of its memory is allocated then, none in a step.
 struct cache_options {
-  index_t sequences = 1;    ///< upper bound of the sequences that are open at a time
-  index_t tokens = 0;       ///< upper bound of the tokens that one kv_head of a sequence stores
-  offset_t rows = 0;        ///< rows of the pool, one per token, kv_head and layer; 0: enough for everything
-  index_t step_tokens = 1;  ///< upper bound of the tokens of a decode step, 1 to 8
+  index_t sequences = 1;     ///< upper bound of the sequences that are open at a time
+  index_t tokens = 0;        ///< upper bound of the tokens that one kv_head of a sequence stores
+  offset_t rows = 0;         ///< rows of the pool, one per token, kv_head and layer; 0: enough for everything
+  index_t step_tokens = 1;   ///< upper bound of the tokens of a decode step, 1 to 8
+  index_t draft_tokens = 0;  ///< upper bound of the tokens of a draft, 0 to 64; 0: no drafts
   index_t index_tokens =
       0;  ///< upper bound of the tokens of a kv_head that are indexed at a time, in pages or segments; 0: `tokens`,
           ///< or, where a first stage drops tokens, twice what its plans keep and 1,024 more
@@ -32,6 +33,8 @@ struct cache_options {
             "1 to " + std::to_string(max_tokens_of_a_head), "pass the longest context, or what a head holds at most");
     require(rows >= 0, "rows", rows, "at least 0", "leave it at its default");
     require(step_tokens >= 1 && step_tokens <= 8, "step_tokens", step_tokens, "1 to 8", "prefill longer runs");
+    require(draft_tokens >= 0 && draft_tokens <= 64, "draft_tokens", draft_tokens, "0 to 64",
+            "pass the tokens of the largest draft");
     require(index_tokens >= 0 && index_tokens <= tokens, "index_tokens", index_tokens, "0 to tokens",
             "pass how many tokens a head holds once its prompt has ended, the answer included");
     require(first_prompt >= 0 && first_prompt <= tokens, "first_prompt", first_prompt, "0 to tokens",

@@ -17,6 +17,7 @@
 #include "../page_plan.hpp"
 #include "../strategy.hpp"
 #include "conversations.hpp"
+#include "detours.hpp"
 #include "layer_peaks.hpp"
 #include "own_budgets.hpp"
 #include "prompt_chunk.hpp"
@@ -37,7 +38,7 @@ TESSERA_NAMESPACE_BEGIN
 /// Floats   calls calculate in the mode that programs begin with (core/host/float_mode.hpp), and restore the caller's.
 template <class Recipe, class Backend>
 class basic_cache {
-  static_assert(check_backend<Backend, planned<Recipe>, conversations<Recipe>, batch>());
+  static_assert(check_backend<Backend, planned<Recipe>, conversations<Recipe>, batch, draft_step, accepted_tokens>());
   using queue_type = typename Backend::queue;
   using default_queue = typename Backend::default_queue;
   using Out = typename Backend::output_type;
@@ -96,23 +97,26 @@ class basic_cache {
   /// Differs  a layer that slides may have dropped more tokens behind its window than one without the detour: outputs
   ///          are then equal to rounding.
   /// Errors   a position below `settled` or above `next_position`; layers in different places: tessera::error.
-  void truncate(index_t id, index_t position, default_queue queue = {}) {
-    const default_float_mode mode;
-    carry_out(id, plan_truncation(id, position), queue);
-  }
+  void truncate(index_t id, index_t position, default_queue queue = {});
   /// The smallest position that `truncate` and `fork` take now. 0: methods that drop nothing. The end of the last
   /// prompt: methods that drop then. The present position: methods that choose in steps, and readers whose steps leave
   /// more behind than rows. Rows that are packed are settled, and so is what a sliding layer no longer has. Of a prompt
   /// that has begun, its own tokens can be taken back: all of them or, if the method observes no queries, some.
   index_t settled(index_t id) const {
     const auto& state = conversations_.sequence(id);
-    return (std::max)(settled_position(state), backend_.settled(id, state.front().next_position));
+    return (std::max)(settled_position(state), backend_.settled(id, state));
   }
 
-  void close(index_t id, default_queue queue = {}) {
-    conversations_.close(id);
-    backend_.close(id, queue);
-  }
+  /// Takes back the call that is under way, for this sequence alone: a draft, a prompt's chunk that only some layers
+  /// have, or a step with layers left. What follows has the bits of a sequence that never had it. A cancelled step goes
+  /// on for the other sequences of its batch, with the same rows and calls, and is taken back from this one behind the
+  /// last layer; where all of its sequences are cancelled, at once. If the others never finish it, the sequence can
+  /// only be closed.
+  /// Errors   nothing under way; a chunk that cannot be taken back (see `settled`); a step that cannot, of methods that
+  ///          choose in steps or pack rows, which take drafts instead: tessera::error.
+  void cancel(index_t id, default_queue queue = {});
+
+  void close(index_t id, default_queue queue = {});
 
   // --- prompts -------------------------------------------------------------------------------------------------------
 
@@ -242,6 +246,49 @@ class basic_cache {
   void attend(index_t layer, const batch& step, const rows_view<Q>& q, const rows_view<Out>& out,
               const rows_view<float>& lse = {}, queue_type queue = {});
 
+  // --- drafts --------------------------------------------------------------------------------------------------------
+
+  /// Prepares a draft for every layer's `decode`: tokens that wait beside the cache until `accept`. A sequence has one
+  /// draft at a time, and until it is accepted or cancelled no other call changes the sequence. Nothing is chosen,
+  /// dropped or packed meanwhile. Branches have at most the tokens of a step. On a GPU it is the host's part, for which
+  /// cache_options::draft_tokens makes the memory; `bound` does not count it.
+  /// boundaries [ids, tokens], on the host, for a recipe that `needs_step_segments`: see `prepare_step`.
+  /// Errors   those of `prepare_step`; a sequence without tokens; a method whose steps add up queries (SentenceKV) or
+  ///          values (SparQ): tessera::error.
+  draft_step prepare_draft(const host_vector<index_t>& ids, const host_vector<draft_tree>& trees, queue_type queue = {},
+                           std::span<const std::uint8_t> boundaries = {});
+  /// Of chains of `tokens` tokens.
+  draft_step prepare_draft(const host_vector<index_t>& ids, index_t tokens, queue_type queue = {},
+                           std::span<const std::uint8_t> boundaries = {}) {
+    return prepare_draft(ids, {draft_tree::chain(tokens)}, queue, boundaries);
+  }
+  /// The device's part of a draft, before its layers.
+  void begin_step(const draft_step& draft, queue_type queue) requires has_queue { backend_.begin_draft(draft, queue); }
+
+  /// One layer of a draft. Each token attends to what a step would read, to its ancestors in the draft and to itself.
+  /// The draft's tokens are read beside the budget. Steps that retrieve choose for each token alone. It may be called
+  /// again: the last rows count.
+  /// Shapes   as those of a step of step.tokens tokens. Rows behind the tokens of a smaller tree have no effect.
+  template <class Q, class K, class V>
+  void decode(index_t layer, const draft_step& draft, const rows_view<Q>& q, const rows_view<K>& k,
+              const rows_view<V>& v, const rows_view<Out>& out, const rows_view<float>& lse = {},
+              queue_type queue = {});
+
+  /// Ends the drafts of these sequences. The accepted tokens of each are a path from the beginning of its tree. The
+  /// cache then is as after one step of these tokens; the others leave no trace.
+  /// Errors   no draft; a layer without its rows; tokens that are no path; on a GPU, different numbers of accepted
+  ///          tokens where `prepare_step` refuses different lengths: tessera::error. The drafts then stay.
+  void accept(const host_vector<accepted_tokens>& accepted, queue_type queue = {});
+  void accept(index_t id, const host_vector<index_t>& nodes, queue_type queue = {}) {
+    accept(host_vector<accepted_tokens>{{id, nodes}}, queue);
+  }
+  /// Accepts the first `tokens` tokens of a chain; 0: none.
+  void accept(index_t id, index_t tokens, queue_type queue = {}) {
+    host_vector<index_t> nodes;
+    for (index_t t = 0; t < tokens; ++t) nodes.push_back(t);
+    accept(id, nodes, queue);
+  }
+
   // --- answers -------------------------------------------------------------------------------------------------------
 
   /// The logical position of the next token: the number of tokens that layer 0 has had.
@@ -364,17 +411,11 @@ class basic_cache {
   using read_rows = rows_view<const common_element<Rows...>>;
 
   static void require_even(const batch& step);
+  static void require_drafts();
   batch prepare(batch step, queue_type queue, std::span<const std::uint8_t> boundaries);
-  truncation plan_truncation(index_t id, index_t position) const {
-    backend_.check_truncation((conversations_.sequence(id), id));
-    return conversations_.plan_truncation(id, position, settled(id));
-  }
-  void carry_out(index_t id, const truncation& plan, default_queue queue) {
-    if (plan.tokens == 0) return;
-    backend_.truncate(id, plan, queue);
-    conversations_.truncate(id, plan);
-    if (!plan.is_of_prompt) conversations_.follow_shares(recipe_, id, 0);
-  }
+  truncation plan_truncation(index_t id, index_t position) const;
+  void carry_out(index_t id, const truncation& plan, default_queue queue);
+  void take_back_step(index_t id, default_queue queue);
 
   sequence_layer checked(sequence_layer owner) const {
     conversations_.progress(owner);
@@ -388,6 +429,7 @@ class basic_cache {
   model_shape shape_;
   Recipe recipe_;
   conversations<Recipe> conversations_;
+  detours<Recipe> detours_;
   Backend backend_;
 };
 

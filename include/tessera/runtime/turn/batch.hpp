@@ -7,6 +7,7 @@
 
 #include "../../core/error.hpp"
 #include "../../core/host/host_vector.hpp"
+#include "../../core/model_shape.hpp"
 #include "../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -34,6 +35,10 @@ struct batch {
            rows == other.rows;
   }
   bool is_packed() const { return !begins.empty(); }
+  /// Lengths that are all the same are not told.
+  void drop_equal_lengths() {
+    if (std::all_of(lengths.begin(), lengths.end(), [&](index_t length) { return length == tokens; })) lengths.clear();
+  }
   /// Errors   no sequences; one with less than 1 or more than `max` tokens: tessera::error.
   void check_tokens(index_t max) const {
     require(!ids.empty(), "sequences of the batch", 0, "at least 1", "pass the ids of a batch");
@@ -77,6 +82,39 @@ inline constexpr index_t max_step_tokens = 8;
 /// The first of three counts that is not `wanted`; `wanted` where there is none.
 inline index_t first_other(index_t wanted, index_t a, index_t b, index_t c) {
   return a != wanted ? a : (b != wanted ? b : c);
+}
+
+/// Errors   rows of a layer that are not those of a step: tessera::error.
+template <class E>
+void check_step_rows(const model_shape& shape, const batch& step, const rows_view<const E>& q,
+                     const rows_view<const E>& k, const rows_view<const E>& v, index_t k_dim, index_t v_dim) {
+  shape.check_rows(q, k, v, k_dim, v_dim);
+  const index_t given = first_other(step.row_sequences(), q.sequences, k.sequences, v.sequences);
+  if (given != step.row_sequences()) {
+    fail("sequences of the batch", given,
+         step.is_packed() ? "1, of packed rows" : "as many as ids, which are " + std::to_string(step.sequences()),
+         "pass q, k and v of every id");
+  }
+  const index_t tokens = first_other(step.row_tokens(), q.tokens, k.tokens, v.tokens);
+  if (tokens != step.row_tokens()) {
+    fail("tokens of a decode step", tokens, "those of prepare_step, which are " + std::to_string(step.row_tokens()),
+         "pass q, k and v of the step's tokens");
+  }
+}
+/// Errors   queries and outputs of a layer that are not those of a step; a step that somebody has changed:
+///          tessera::error.
+template <class E, class Out>
+void check_query_rows(const model_shape& shape, const batch& step, const rows_view<const E>& q,
+                      const rows_view<Out>& out, const rows_view<float>& lse, index_t k_dim, index_t v_dim) {
+  shape.check_output(q, out, lse, k_dim, v_dim);
+  if (!q.data) fail("memory of q", "null", "memory behind it", "pass the rows themselves");
+  if (!step.is_whole()) fail("step", "changed", "what prepare_step returned", "pass the batch as it is");
+  if (q.sequences != step.row_sequences() || q.tokens != step.row_tokens()) {
+    fail("queries of a decode step", std::to_string(q.sequences) + " sequences of " + std::to_string(q.tokens),
+         std::to_string(step.row_sequences()) + " of " + std::to_string(step.row_tokens()) +
+             ", as prepare_step was given",
+         "pass the queries of the step's tokens");
+  }
 }
 
 TESSERA_NAMESPACE_END

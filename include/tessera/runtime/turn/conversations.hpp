@@ -198,7 +198,9 @@ class conversations {
   }
 
   /// Errors   a layer without prompt tokens, or with fewer than announced, or already ended: tessera::error.
-  void check_layer_end(sequence_layer owner) const { require_whole_prompt(owner.id, require_not_ended(owner)); }
+  void check_layer_end(sequence_layer owner) const {
+    sequence(owner.id).require_whole_prompt(require_not_ended(owner));
+  }
   void end_layer(sequence_layer owner) { find(owner.id).layers[std::size_t(owner.layer)].ended = true; }
   /// The policies of a conversation whose prompt has ended in this layer.
   planned<Recipe> plan_layer_end(const Recipe& recipe, sequence_layer owner) const {
@@ -214,7 +216,7 @@ class conversations {
               "those of layer 0, which are " + std::to_string(c.front().next_position),
               "prefill every layer with every chunk before the prompt ends");
     }
-    require_whole_prompt(id, c.front());
+    c.require_whole_prompt(c.front());
     return c.plan(recipe, c.front().next_position);
   }
   turn_clock clock_of_prompt_end(index_t id) const { return {sequence(id).now.turn + 1, 0}; }
@@ -237,9 +239,10 @@ class conversations {
 
   /// See truncation.hpp. `settled`: the smallest position that the backend's parts allow.
   truncation plan_truncation(index_t id, index_t position, index_t settled) const {
-    return tessera::plan_truncation(sequence(id), position, (std::max)(settled, settled_position(sequence(id))));
+    return tessera::plan_truncation(sequence(id), position, settled);
   }
   void truncate(index_t id, const truncation& plan) { carry_out(plan, find(id)); }
+  void forget_step(index_t id) { find(id).forget_step(); }
 
   // --- steps ---------------------------------------------------------------------------------------------------------
 
@@ -280,8 +283,10 @@ class conversations {
       }
     }
   }
+  /// A number for the next step, or draft, of the cache and its copies.
+  std::uint64_t next_number() { return ++*steps_; }
   batch begin_step(batch step) {
-    step.number = ++*steps_;
+    step.number = next_number();
     for (index_t b = 0; b < step.sequences(); ++b) {
       conversation& c = find(step.ids[std::size_t(b)]);
       c.step = step.number;
@@ -307,31 +312,22 @@ class conversations {
   template <class E, class Out>
   void check_step(index_t layer_index, const batch& step, const rows_view<const E>& q, const rows_view<const E>& k,
                   const rows_view<const E>& v, const rows_view<Out>& out, const rows_view<float>& lse) const {
-    shape_.check_rows(q, k, v, k_dim, v_dim);
-    const index_t given = first_other(step.row_sequences(), q.sequences, k.sequences, v.sequences);
-    require(given == step.row_sequences(), "sequences of the batch", given,
-            step.is_packed() ? "1, of packed rows" : "as many as ids, which are " + std::to_string(step.sequences()),
-            "pass q, k and v of every id");
-    const index_t tokens = first_other(step.row_tokens(), q.tokens, k.tokens, v.tokens);
-    if (tokens != step.row_tokens()) {
-      fail("tokens of a decode step", tokens, "those of prepare_step, which are " + std::to_string(step.row_tokens()),
-           "pass q, k and v of the step's tokens");
-    }
+    check_step_rows(shape_, step, q, k, v, k_dim, v_dim);
     check_queries(layer_index, step, q, out, lse);
+  }
+  /// One layer of a draft.
+  template <class E, class Out>
+  void check_draft(index_t layer_index, const batch& step, const rows_view<const E>& q, const rows_view<const E>& k,
+                   const rows_view<const E>& v, const rows_view<Out>& out, const rows_view<float>& lse) const {
+    check_step_rows(shape_, step, q, k, v, k_dim, v_dim);
+    check_query_rows(shape_, step, q, out, lse, k_dim, v_dim);
+    progress({layer_index, step.ids.front()});
   }
   /// The queries of one layer of a step that `begin_step` began.
   template <class E, class Out>
   void check_queries(index_t layer_index, const batch& step, const rows_view<const E>& q, const rows_view<Out>& out,
                      const rows_view<float>& lse) const {
-    shape_.check_output(q, out, lse, k_dim, v_dim);
-    if (!q.data) fail("memory of q", "null", "memory behind it", "pass the rows themselves");
-    if (!step.is_whole()) fail("step", "changed", "what prepare_step returned", "pass the batch as it is");
-    if (q.sequences != step.row_sequences() || q.tokens != step.row_tokens()) {
-      fail("queries of a decode step", std::to_string(q.sequences) + " sequences of " + std::to_string(q.tokens),
-           std::to_string(step.row_sequences()) + " of " + std::to_string(step.row_tokens()) +
-               ", as prepare_step was given",
-           "pass the queries of the step's tokens");
-    }
+    check_query_rows(shape_, step, q, out, lse, k_dim, v_dim);
     for (index_t b = 0; b < step.sequences(); ++b) {
       const index_t id = step.ids[std::size_t(b)];
       require(progress({layer_index, id}).turn_tokens == 0, "tokens since the prompt began",
@@ -357,13 +353,6 @@ class conversations {
   static void check_announced(index_t tokens) {
     require(tokens >= 1 && tokens <= max_tokens, "tokens of the prompt", tokens, value_range{1, max_tokens}.text(),
             "say how long the turn's prompt will be");
-  }
-  void require_whole_prompt(index_t id, const layer& state) const {
-    require(state.turn_tokens >= 1, "tokens of this turn", state.turn_tokens, "at least 1",
-            "prefill a prompt before ending it");
-    const index_t announced = sequence(id).announced;
-    require(announced == 0 || announced == state.turn_tokens, "tokens of this turn", state.turn_tokens,
-            "those that were announced, which are " + std::to_string(announced), "prefill the rest of the prompt");
   }
   index_t insert(index_t id, conversation&& added) {
     if (id == size()) {

@@ -52,6 +52,8 @@ struct sequence_state {
     if (budgets.options().has_shares()) policies.follow_step(with_budgets(recipe, tokens));
   }
 
+  /// Forgets the step that `begin_step` began; its tokens have been taken back.
+  void forget_step() { step = 0, step_began = -1; }
   /// The clock of the next step. A step that was prepared at the same position and never decoded does not count.
   turn_clock step_clock(index_t tokens) const {
     return {now.turn, now.steps + (step_began == front().next_position ? 0 : 1),
@@ -65,6 +67,13 @@ struct sequence_state {
     require(announced == 0 || state.turn_tokens + tokens <= announced, "tokens of this turn",
             state.turn_tokens + tokens, "at most those that were announced, which are " + std::to_string(announced),
             "announce the whole prompt before its first chunk");
+  }
+  /// Errors   a layer without prompt tokens, or with fewer than announced: tessera::error.
+  void require_whole_prompt(const layer_progress& layer) const {
+    require(layer.turn_tokens >= 1, "tokens of this turn", layer.turn_tokens, "at least 1",
+            "prefill a prompt before ending it");
+    require(announced == 0 || announced == layer.turn_tokens, "tokens of this turn", layer.turn_tokens,
+            "those that were announced, which are " + std::to_string(announced), "prefill the rest of the prompt");
   }
   /// Errors   layers that have had different tokens: tessera::error.
   void check_even_layers() const {

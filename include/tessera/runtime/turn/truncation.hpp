@@ -16,6 +16,10 @@ struct truncation {
   bool is_of_prompt = false;  ///< they are of a prompt that has not ended
   bool withdraws = false;     ///< nothing is left of a prompt that has not ended: it is no longer announced
   bool ends_lists = false;    ///< what a filter chose for this turn's steps is lost: the next call is a prompt's
+  bool releases = false;      ///< pages that were set aside for the prompt are free again
+
+  /// Tokens that a layer loses. After a call that was cancelled, layers may have different ones.
+  index_t tokens_of(const layer_progress& layer) const { return layer.next_position - position; }
 };
 
 /// Which of its tokens a sequence can take back.
@@ -76,7 +80,8 @@ truncation plan_truncation(const sequence_state<Recipe>& state, index_t position
   const index_t next = front.next_position, began = next - front.turn_tokens;
   require(position >= settled && position <= next, "position to go back to", position,
           value_range{settled, next}.text(), "pass a position from settled(id) to next_position(id)");
-  truncation made{position, next - position, front.turn_tokens > 0 && position < next, position <= began, false};
+  truncation made{position, next - position, front.turn_tokens > 0 && position < next, position <= began};
+  made.releases = made.withdraws;
   if (made.is_of_prompt) {
     require(position >= began, "position to go back to", position,
             value_range{began, next}.text() + " while a prompt is written",
@@ -90,13 +95,32 @@ truncation plan_truncation(const sequence_state<Recipe>& state, index_t position
   return made;
 }
 
+/// Plans that a prompt's chunk is taken back from the layers that have it.
+/// Errors   all layers have it, or none has begun; a chunk that cannot be taken back: tessera::error.
+template <class Recipe>
+truncation plan_cancelled_chunk(const sequence_state<Recipe>& state, index_t settled) {
+  const layer_progress& front = state.front();
+  index_t position = front.next_position;
+  for (const layer_progress& layer : state.layers) position = (std::min)(position, layer.next_position);
+  const index_t next = front.next_position, began = next - front.turn_tokens;
+  require(position < next, "layers without the chunk", 0, "at least 1 while a chunk is under way",
+          "call truncate for tokens that every layer has");
+  require(position >= settled && (prompts_can_be_cut<Recipe> || position == began), "position to go back to", position,
+          "one that the method can still go back to, from " + std::to_string((std::max)(settled, began)),
+          "truncate the whole prompt once every layer has the chunk, or close the sequence");
+  truncation made{position, next - position, true, position == began && state.announced == 0};
+  made.ends_lists = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
+  made.releases = state.announced == 0;
+  return made;
+}
+
 /// Takes the tokens of a plan out of a sequence's state. Needs no memory.
 template <class Recipe>
 void carry_out(const truncation& plan, sequence_state<Recipe>& state) {
   if (plan.tokens == 0) return;
   for (layer_progress& layer : state.layers) {
+    if (plan.is_of_prompt) layer.turn_tokens -= plan.tokens_of(layer);
     layer.next_position = plan.position;
-    if (plan.is_of_prompt) layer.turn_tokens -= plan.tokens;
     if constexpr (Recipe::needs_segments) {
       // Steps of these recipes end segments by their length alone.
       layer.text = layer.answer_text;
@@ -109,8 +133,7 @@ void carry_out(const truncation& plan, sequence_state<Recipe>& state) {
   }
   state.is_cut = state.is_cut || plan.ends_lists;
   state.now.steps = (std::min)(state.now.steps, (std::max)(0, plan.position - state.answer_began));
-  state.step = 0;  // of a step that was prepared
-  state.step_began = -1;
+  state.forget_step();  // one that was prepared
 }
 
 /// The smallest position that a layer of `stored` tokens can go back to, if it keeps those of its `window` only: its

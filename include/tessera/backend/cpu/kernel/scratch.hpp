@@ -9,10 +9,11 @@ namespace cpu {
 /// Memory that an operation reuses from call to call and nothing reads between calls. A copy begins empty.
 template <class T>
 struct scratch {
-  T memory{};
+  T memory;
 
-  scratch() = default;
-  scratch(const scratch&) {}
+  // By the default constructor of T: where a member of an aggregate throws, GCC 12 destroys the others twice after {}.
+  scratch() : memory() {}
+  scratch(const scratch&) : memory() {}
   scratch& operator=(const scratch&) { return *this; }
   scratch(scratch&&) noexcept = default;
   scratch& operator=(scratch&&) noexcept = default;

@@ -147,7 +147,7 @@ class reading {
   }
 
   /// The smallest position that a sequence can go back to, as far as its reader decides it.
-  static index_t settled(index_t next) {
+  static constexpr index_t settled(index_t next) {
     if constexpr (requires { requires reader_type::steps_are_settled; }) return next;
     return 0;
   }

@@ -54,6 +54,7 @@ class reading {
   /// The view that a reader gets. In recipes whose steps read segments it has the segments of its slots.
   using shown_type = std::conditional_t<Recipe::needs_step_segments, segmented_view<view_type>, view_type>;
   using reader_type = typename reader_of<Recipe, shown_type, Out>::type;
+  static constexpr bool has_index = !std::is_base_of_v<reader_without_index<Recipe, shown_type, Out>, reader_type>;
 
   reading(const Recipe& recipe, const model_shape& shape, const cache_options& options, const device_info& device)
       : candidates_(shape, options.sequences, options.tokens,
@@ -93,7 +94,7 @@ class reading {
     reader_.refresh(owner, shown(store, all, candidates_.view(owner, all)), held.longest, stream);
   }
   /// The smallest position that a sequence can go back to, as far as its reader decides it.
-  static index_t settled(index_t next) {
+  static constexpr index_t settled(index_t next) {
     if constexpr (requires { requires reader_type::steps_are_settled; }) return next;
     return 0;
   }

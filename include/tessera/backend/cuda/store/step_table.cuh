@@ -180,6 +180,17 @@ class step_table {
     write(begins, begins_.data(), stream);
   }
   void set(const host_vector<index_t>& ids, cudaStream_t stream) const { write(ids, ids_.data(), stream); }
+  /// Writes any numbers, such as `set` writes ids.
+  static void write(const host_vector<index_t>& numbers, index_t* to, cudaStream_t stream) {
+    for (std::size_t first = 0; first < numbers.size(); first += detail::ids_at_a_time) {
+      detail::some_ids some{};
+      const std::size_t count = (std::min)(numbers.size() - first, std::size_t(detail::ids_at_a_time));
+      std::copy_n(numbers.begin() + offset_t(first), count, some.ids);
+      detail::set_ids_entry<detail::ids_at_a_time>
+          <<<1, detail::ids_at_a_time, 0, stream>>>(some, index_t(count), to + first);
+      check(cudaGetLastError(), "launch of set_ids");
+    }
+  }
   /// Written only if they are not the last step's.
   void set_lengths(const host_vector<index_t>& lengths, cudaStream_t stream) {
     if (lengths == known_lengths_) return;
@@ -218,17 +229,6 @@ class step_table {
   }
 
  private:
-  static void write(const host_vector<index_t>& numbers, index_t* to, cudaStream_t stream) {
-    for (std::size_t first = 0; first < numbers.size(); first += detail::ids_at_a_time) {
-      detail::some_ids some{};
-      const std::size_t count = (std::min)(numbers.size() - first, std::size_t(detail::ids_at_a_time));
-      std::copy_n(numbers.begin() + offset_t(first), count, some.ids);
-      detail::set_ids_entry<detail::ids_at_a_time>
-          <<<1, detail::ids_at_a_time, 0, stream>>>(some, index_t(count), to + first);
-      check(cudaGetLastError(), "launch of set_ids");
-    }
-  }
-
   index_t sequences_;
   device_buffer<index_t> ids_, lengths_, begins_;
   host_vector<index_t> known_lengths_;  // what `lengths_` has

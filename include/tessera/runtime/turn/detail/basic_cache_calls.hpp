@@ -36,6 +36,7 @@ template <class Recipe, class Backend>
 index_t basic_cache<Recipe, Backend>::fork(index_t id, default_queue queue) {
   const default_float_mode mode;
   conversations_.sequence(id).check_fork();
+  detours_.require_none(id);
   conversations_.require_room(backend_.max_sequences());
   backend_.check_fork(id);
   const index_t copy = conversations_.next_id();
@@ -58,9 +59,67 @@ index_t basic_cache<Recipe, Backend>::fork(index_t id, index_t position, default
 }
 
 template <class Recipe, class Backend>
+truncation basic_cache<Recipe, Backend>::plan_truncation(index_t id, index_t position) const {
+  conversations_.sequence(id);
+  detours_.require_none(id);
+  backend_.check_truncation(id);
+  return conversations_.plan_truncation(id, position, settled(id));
+}
+
+template <class Recipe, class Backend>
+void basic_cache<Recipe, Backend>::carry_out(index_t id, const truncation& plan, default_queue queue) {
+  if (plan.tokens == 0) return;
+  backend_.truncate(id, plan, conversations_.sequence(id), queue);
+  conversations_.truncate(id, plan);
+  if (!plan.is_of_prompt) conversations_.follow_shares(recipe_, id, 0);
+}
+
+template <class Recipe, class Backend>
+void basic_cache<Recipe, Backend>::truncate(index_t id, index_t position, default_queue queue) {
+  const default_float_mode mode;
+  carry_out(id, plan_truncation(id, position), queue);
+}
+
+template <class Recipe, class Backend>
+void basic_cache<Recipe, Backend>::close(index_t id, default_queue queue) {
+  conversations_.close(id);
+  backend_.close(id, queue);
+  detours_.forget(id);
+  for (index_t alone; (alone = detours_.cancelled_alone(conversations_)) >= 0;) take_back_step(alone, queue);
+}
+
+template <class Recipe, class Backend>
+void basic_cache<Recipe, Backend>::cancel(index_t id, default_queue queue) {
+  const default_float_mode mode;
+  const sequence_state<Recipe>& state = conversations_.sequence(id);
+  if (detours_.has_draft(id)) return backend_.end_draft(id), detours_.forget(id);
+  detours_.require_none(id);
+  if (state.front().turn_tokens > 0) return carry_out(id, plan_cancelled_chunk(state, settled(id)), queue);
+  require(backend_.is_under_way(state, id), "call under way for sequence " + std::to_string(id), "none",
+          "a draft, a chunk or a step with layers left", "call truncate for what every layer has");
+  require(Backend::cancels_steps && settled(id) <= state.step_began, "step of sequence " + std::to_string(id),
+          "one that cannot be taken back", "one of a method that neither chooses in steps nor packs rows",
+          "take drafts, which every method can take back");
+  detours_.cancel(id);
+  for (index_t alone; (alone = detours_.cancelled_alone(conversations_)) >= 0;) take_back_step(alone, queue);
+}
+
+template <class Recipe, class Backend>
+void basic_cache<Recipe, Backend>::take_back_step(index_t id, default_queue queue) {
+  const sequence_state<Recipe>& state = conversations_.sequence(id);
+  const index_t began = state.step_began;
+  carry_out(id, truncation{began, state.front().next_position - began}, queue);
+  backend_.forget_step(id);
+  conversations_.forget_step(id);
+  conversations_.follow_shares(recipe_, id, 0);
+  detours_.forget(id);
+}
+
+template <class Recipe, class Backend>
 void basic_cache<Recipe, Backend>::announce(index_t id, index_t tokens) {
   const default_float_mode mode;
   const planned<Recipe> policies = conversations_.plan_announced(recipe_, id, tokens);
+  detours_.require_none(id);
   if constexpr (Backend::in_groups) backend_.reserve_pages(id, backend_.plan_pages(id, recipe_, policies, tokens).peak);
   conversations_.announce(id, tokens, policies);
 }
@@ -74,6 +133,7 @@ void basic_cache<Recipe, Backend>::prefill(index_t layer, index_t id, const rows
   const sequence_layer owner{layer, id};
   const read_rows<Q, K, V> queries = q, keys = k, values = v;
   conversations_.check_chunk(recipe_, owner, queries, keys, values);
+  detours_.require_none(id);
   const prompt_chunk chunk{conversations_.progress(owner).next_position,
                            conversations_.progress(owner).turn_tokens == 0,
                            conversations_.check_boundaries(owner, boundaries, k.tokens)};
@@ -82,7 +142,7 @@ void basic_cache<Recipe, Backend>::prefill(index_t layer, index_t id, const rows
   if (chunk.begins && layer == 0) backend_.begin_prompt(id, queue);  // before the turn's rows join what is open
   if (conversations_.chunk_is_due(recipe_, owner, k.tokens)) {
     const index_t reconsidered = conversations_.reconsidered_tokens(owner);
-    backend_.end_chunk(owner, policies, conversations_.reach(owner), reconsidered, queue);
+    backend_.end_chunk(owner, policies, conversations_.reach(owner), reconsidered, k.tokens, queue);
     conversations_.ended_chunk(owner, reconsidered);
   }
   if (layer == 0 && conversations_.sequence(id).announced == 0) backend_.expect_chunk(id, k.tokens);  // for all layers
@@ -143,8 +203,8 @@ batch basic_cache<Recipe, Backend>::prepare_step(const host_vector<index_t>& ids
   require(lengths.size() == ids.size(), "lengths of a decode step", lengths.size(),
           "one for each sequence, which are " + std::to_string(ids.size()), "pass the tokens of each sequence");
   batch step{ids, lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end())};
-  const bool differ = std::any_of(lengths.begin(), lengths.end(), [&](index_t n) { return n != step.tokens; });
-  if (differ) step.lengths = lengths;
+  step.lengths = lengths;
+  step.drop_equal_lengths();
   require_even(step);
   return prepare(std::move(step), queue, boundaries);
 }
@@ -160,6 +220,7 @@ template <class Recipe, class Backend>
 batch basic_cache<Recipe, Backend>::prepare(batch step, queue_type queue, std::span<const std::uint8_t> boundaries) {
   const default_float_mode mode;
   step = conversations_.plan_step(recipe_, std::move(step), backend_.max_step_tokens(), boundaries);
+  for (const index_t id : step.ids) detours_.require_none(id);
   for (index_t b = 0; b < step.sequences(); ++b)
     conversations_.follow_shares(recipe_, step.ids[std::size_t(b)], step.tokens_of(b));
   try {
@@ -180,6 +241,7 @@ mixed_batch basic_cache<Recipe, Backend>::prepare(const host_vector<batch_item>&
   const default_float_mode mode;
   mixed_batch work = mixed_batch::laid_out(items);
   conversations_.check_chunks(work, boundaries);
+  for (const batch_item& item : items) detours_.require_none(item.id);
   if constexpr (Recipe::needs_segments) work.boundaries.assign(boundaries.begin(), boundaries.end());
   require_even(work.step);
   host_vector<std::uint8_t> of_step;
@@ -243,6 +305,69 @@ void basic_cache<Recipe, Backend>::decode(index_t layer, const batch& step, cons
   backend_.require_layer(layer, step, conversations_, queue);
   backend_.decode(layer, recipe_, step, conversations_, queries, keys, values, out, lse, queue);
   backend_.count_layer(layer, step, conversations_, queue);
+  if (layer + 1 < shape_.layers) return;
+  for (index_t id; (id = detours_.cancelled_of(step)) >= 0;) take_back_step(id, queue);
+}
+
+template <class Recipe, class Backend>
+draft_step basic_cache<Recipe, Backend>::prepare_draft(const host_vector<index_t>& ids,
+                                                       const host_vector<draft_tree>& trees, queue_type queue,
+                                                       std::span<const std::uint8_t> boundaries) {
+  const default_float_mode mode;
+  require_drafts();
+  draft_step draft{batch{ids}, trees};
+  for (const draft_tree& tree : trees) draft.step.tokens = (std::max)(draft.step.tokens, tree.tokens());
+  detours_.check(draft, conversations_, backend_.max_draft_tokens(), backend_.max_step_tokens(), boundaries);
+  backend_.prepare_draft(draft, conversations_, queue);
+  draft.step.number = conversations_.next_number();
+  backend_.begin_counting_draft(draft);
+  detours_.begin(draft, boundaries);
+  return draft;
+}
+
+template <class Recipe, class Backend>
+template <class Q, class K, class V>
+void basic_cache<Recipe, Backend>::decode(index_t layer, const draft_step& draft, const rows_view<Q>& q,
+                                          const rows_view<K>& k, const rows_view<V>& v, const rows_view<Out>& out,
+                                          const rows_view<float>& lse, queue_type queue) {
+  const default_float_mode mode;
+  require_drafts();
+  const read_rows<Q, K, V> queries = q, keys = k, values = v;
+  detours_.require_pending(draft);
+  conversations_.check_draft(layer, draft.step, queries, keys, values, out, lse);
+  backend_.decode_draft(layer, recipe_, draft, conversations_, queries, keys, values, out, lse, queue);
+}
+
+template <class Recipe, class Backend>
+void basic_cache<Recipe, Backend>::accept(const host_vector<accepted_tokens>& accepted, queue_type queue) {
+  const default_float_mode mode;
+  require_drafts();
+  batch step = detours_.step_of(accepted);
+  for (const accepted_tokens& part : accepted) backend_.require_drafted(part.id, detours_.number(part.id));
+  if (!step.ids.empty()) {
+    require_even(step);
+    const host_vector<std::uint8_t> boundaries = detours_.boundaries_of(accepted, step);
+    step = conversations_.plan_step(recipe_, std::move(step), backend_.max_step_tokens(), boundaries);
+    for (index_t b = 0; b < step.sequences(); ++b)
+      conversations_.follow_shares(recipe_, step.ids[std::size_t(b)], step.tokens_of(b));
+    try {
+      backend_.plan_accepted(recipe_, step, accepted, conversations_, queue);
+    } catch (...) {
+      for (const index_t id : step.ids) conversations_.follow_shares(recipe_, id, 0);
+      throw;
+    }
+    step = conversations_.begin_step(std::move(step));
+    backend_.begin_counting(step, conversations_);
+    backend_.commit_accepted(recipe_, step, conversations_, queue);
+  }
+  for (const accepted_tokens& part : accepted) backend_.end_draft(part.id), detours_.forget(part.id);
+}
+
+template <class Recipe, class Backend>
+void basic_cache<Recipe, Backend>::require_drafts() {
+  require(!Recipe::retrieve_type::adds_up, "draft", "asked for",
+          "none of a method whose steps add up queries or values",
+          "take steps of single tokens, or a method whose steps only read");
 }
 
 template <class Recipe, class Backend>

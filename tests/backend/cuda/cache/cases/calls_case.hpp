@@ -1,6 +1,9 @@
 // The device's cache behind the interface of random calls.
 #pragma once
 
+#include <array>
+#include <functional>
+
 #include "cache_case.hpp"
 #include "called_on_both.hpp"
 
@@ -13,6 +16,8 @@ class device_calls final : public support::called_cache {
   struct memory {
     buffer<T> inputs;
     buffer<float> out{1 << 14}, lse{1 << 10};
+    std::array<std::unique_ptr<buffer<T>>, 3> others;  // rows that are not of `call_inputs`
+    std::size_t next = 0;
     memory() : inputs(rounded(support::call_inputs(true))) {}
     static std::vector<T> rounded(const std::vector<float>& values) {
       std::vector<T> all;
@@ -65,6 +70,21 @@ class device_calls final : public support::called_cache {
     bring_back(lse, memory_->lse);
     support::clear_behind(step, out), support::clear_behind(step, lse);
   }
+  draft_step prepare_draft(const std::vector<index_t>& ids, const draft_tree& tree) override {
+    return held_.prepare_draft(ids, {tree}, nullptr, support::called_draft_boundaries<Method>(held_, ids, tree));
+  }
+  void begin_draft(const draft_step& draft) override { held_.begin_step(draft, nullptr); }
+  void decode_draft(index_t layer, const draft_step& draft, const rows& q, const rows& k, const rows& v,
+                    const results& out, const results& lse) override {
+    held_.decode(layer, draft, there(q), there(k), there(v), there(out, memory_->out), there(lse, memory_->lse),
+                 nullptr);
+    bring_back(out, memory_->out);
+    bring_back(lse, memory_->lse);
+  }
+  void accept(const std::vector<accepted_tokens>& accepted) override {
+    held_.accept(host_vector<accepted_tokens>(accepted.begin(), accepted.end()), nullptr);
+  }
+  void cancel(index_t id) override { held_.cancel(id); }
   void set_budget(index_t tokens) override { held_.set_budget(tokens); }
   index_t next_position(index_t id) const override { return held_.next_position(id); }
   std::vector<index_t> positions(index_t layer, index_t id, index_t head) const override {
@@ -93,8 +113,15 @@ class device_calls final : public support::called_cache {
             rows.sequences, rows.tokens,          rows.heads,        rows.dim};
   }
   rows_view<const T> there(const rows& given) const {
-    const float* first = support::call_inputs(true).data();
-    return with_data<const T>(given, given.data ? memory_->inputs.data + (given.data - first) : nullptr);
+    const auto& inputs = support::call_inputs(true);
+    if (!given.data) return with_data<const T>(given, static_cast<const T*>(nullptr));
+    const bool is_input =
+        !std::less<>()(given.data, inputs.data()) && std::less<>()(given.data, inputs.data() + inputs.size());
+    if (is_input) return with_data<const T>(given, memory_->inputs.data + (given.data - inputs.data()));
+    const std::size_t count = std::size_t(given.sequences) * std::size_t(given.sequence_stride);
+    auto& other = memory_->others[memory_->next++ % memory_->others.size()];
+    other = std::make_unique<buffer<T>>(memory::rounded(std::vector<float>(given.data, given.data + count)));
+    return with_data<const T>(given, static_cast<const T*>(other->data));
   }
   /// Not a number until it is written.
   static results there(const results& wanted, buffer<float>& to) {

@@ -18,6 +18,7 @@ void gpu_test::make_random_calls(const called_on_both& method) {
     options.sequences = random.between(2, 4);
     options.tokens = random.pick({64, 128, 300});
     options.step_tokens = random.pick({1, 4, 8});
+    options.draft_tokens = 16;
     options.smallest_budget = random.pick({0, 16});
     support::called_limits limits{true, options.sequences, options.step_tokens, options.tokens, random.chance(0.25)};
     const index_t rows = numbers.shape.layers * numbers.shape.kv_heads;

@@ -16,6 +16,7 @@
 #include "../../choose/first_stage.hpp"
 #include "../../read/reading.hpp"
 #include "../../store/packed/packed_store.hpp"
+#include "draft_rows.hpp"
 #include "rereading.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -51,6 +52,7 @@ struct cache_parts {
         read_stage(shape),
         prompts(shape),
         log(shape.layers),
+        drafts(shape.layers),
         ranked(shape.layers) {}
 
   /// Empty choices for `count` layers, or sequences.
@@ -115,6 +117,7 @@ struct cache_parts {
   reading<Recipe> read_stage;
   prompt_attending<Recipe> prompts;
   step_log log;
+  draft_rows drafts;
   bool traces_ranks = false;
   sequence_table<ranked_tokens> ranked;  ///< of the last choice that was traced
   scratch<host_vector<choice>> choices;

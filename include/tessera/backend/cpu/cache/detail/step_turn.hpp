@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "../../../../runtime/turn/conversations.hpp"
+#include "../../../../runtime/turn/draft.hpp"
 #include "parts.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -61,6 +62,81 @@ class step_turn {
     }
   }
 
+  /// One layer of a draft, for every sequence of the batch: its tokens attend to what a step reads, and to each other.
+  template <class E>
+  void draft(index_t layer, const draft_step& draft, const conversations<Recipe>& known, rows_view<const E> q,
+             rows_view<const E> k, rows_view<const E> v, const attention_output& output) {
+    q.dim = k.dim = layout::k_dim, v.dim = layout::v_dim;
+    host_vector<float> sums;
+    rows_view<float> lse = output.lse;
+    if (!lse.data) {
+      sums.resize(std::size_t(q.sequences) * std::size_t(q.tokens) * std::size_t(q.heads));
+      lse = nhd_rows(sums.data(), q.tokens, q.heads, 1, q.sequences);
+    }
+    for (index_t b = 0; b < draft.sequences(); ++b) {
+      const sequence_layer owner{layer, draft.step.ids[std::size_t(b)]};
+      const draft_tree& tree = draft.tree_of(b);
+      const attention_output to{draft.step.rows_of(output.out, b), draft.step.rows_of(lse, b)};
+      const auto queries = draft.step.rows_of(q, b), keys = draft.step.rows_of(k, b), values = draft.step.rows_of(v, b);
+      const logit_rule rule = parts_.roles.rule(layer);
+      const index_t next = known.progress(owner).next_position;
+      // Queries without a window that read everything differ in nothing that their positions decide.
+      const bool together = !Recipe::retrieve_type::retrieves && rule.sliding_window <= 0;
+      for (index_t t = 0, tokens = together ? tree.tokens() : 1; t < tree.tokens(); t += tokens) {
+        const auto some = [&](auto rows) {
+          rows.data += offset_t(t) * rows.token_stride;
+          rows.tokens = tokens;
+          return rows;
+        };
+        const index_t first = next + tree.depth(t);
+        attend_stored(owner, known, query_rows<E>{some(queries), &first}, {some(to.out), some(to.lse)});
+      }
+      attend_draft(tree, rule, queries, keys, values, to, *parts_.workers);
+      parts_.drafts.store(owner, draft.step.number, queries, keys, values);
+    }
+  }
+
+  /// Plans everything of a step but its attention, in every layer: append, observe, choose. Where it throws, nothing
+  /// has changed. `commit_accepted` carries it out.
+  void plan_accepted(const Recipe& recipe, const batch& step, const host_vector<accepted_tokens>& accepted,
+                     const conversations<Recipe>& known) {
+    const index_t layers = parts_.shape.layers;
+    prepare(step);
+    const auto owner = [&](index_t item) {
+      return sequence_layer{item % layers, step.ids[std::size_t(item / layers)]};
+    };
+    const index_t items = step.sequences() * layers;
+    host_vector<choice>& choices = parts_.new_choices(items);
+    try {
+      index_t b = 0;
+      for (const accepted_tokens& part : accepted) {
+        if (part.nodes.empty()) continue;
+        for (index_t layer = 0; layer < layers; ++layer) {
+          const index_t item = b * layers + layer;
+          const auto rows = parts_.drafts.rows_of_nodes(owner(item), part.nodes);
+          append_accepted(owner(item), recipe, step, item, known, known.step_marks(layer, step, b), rows.q_rows,
+                          rows.k_rows, rows.v_rows, choices[std::size_t(item)]);
+        }
+        ++b;
+      }
+    } catch (...) {
+      for (index_t item = 0; item < items; ++item) {
+        if (choices[std::size_t(item)].observed) parts_.first.observer().abandon(item, owner(item), parts_.store);
+        parts_.abandon(owner(item), known.progress(owner(item)).next_position);
+      }
+      for (const index_t id : step.ids) parts_.store.expect(id, 0);
+      throw;
+    }
+  }
+  void commit_accepted(const batch& step) {
+    for (index_t b = 0; b < step.sequences(); ++b) {
+      for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
+        parts_.commit({layer, step.ids[std::size_t(b)]},
+                      (*parts_.choices)[std::size_t(b * parts_.shape.layers + layer)]);
+      }
+    }
+  }
+
   /// Attention of other queries over what a layer has after `decode`; changes nothing.
   template <class E>
   void attend(index_t layer, const batch& step, const conversations<Recipe>& known, const rows_view<const E>& q,
@@ -68,24 +144,48 @@ class step_turn {
     for (index_t b = 0; b < step.sequences(); ++b) {
       const sequence_layer owner{layer, step.ids[std::size_t(b)]};
       const index_t first = known.progress(owner).next_position - step.tokens_of(b);
-      const rows_view<const E> queries = step.rows_of(q, b);
-      const attention_output to{step.rows_of(output.out, b), step.rows_of(output.lse, b)};
-      const logit_rule rule = parts_.roles.rule(layer);
-      if (!parts_.roles.follows_recipe(layer)) {
-        decode_attention(parts_.store.view(owner), query_rows<E>{queries, &first}, rule, nullptr, to, *parts_.attending,
-                         *parts_.workers);
-        continue;
-      }
-      const planned<Recipe>& policies = known.sequence(owner.id).policies;
-      for (index_t m = 0, members = parts_.read_stage.members(owner); m < members; ++m) {
-        const group_member<E> part(queries, rule, m, members);
-        read(owner, policies, parts_.read_stage.view(owner, parts_.store, m), query_rows<E>{part.q, &first}, part.rule,
-             {every_head(to.out, m, members), every_head(to.lse, m, members)});
-      }
+      attend_stored(owner, known, query_rows<E>{step.rows_of(q, b), &first},
+                    {step.rows_of(output.out, b), step.rows_of(output.lse, b)});
     }
   }
 
  private:
+  /// Attends what a step reads of the stored tokens.
+  template <class E>
+  void attend_stored(sequence_layer owner, const conversations<Recipe>& known, const query_rows<E>& queries,
+                     const attention_output& to) {
+    const logit_rule rule = parts_.roles.rule(owner.layer);
+    if (!parts_.roles.follows_recipe(owner.layer))
+      return decode_attention(parts_.store.view(owner), queries, rule, nullptr, to, *parts_.attending, *parts_.workers);
+    const planned<Recipe>& policies = known.sequence(owner.id).policies;
+    for (index_t m = 0, members = parts_.read_stage.members(owner); m < members; ++m) {
+      const group_member<E> part(queries.q, rule, m, members);
+      read(owner, policies, parts_.read_stage.view(owner, parts_.store, m),
+           query_rows<E>{part.q, queries.first_position}, part.rule,
+           {every_head(to.out, m, members), every_head(to.lse, m, members)});
+    }
+  }
+  /// Appends accepted rows, observes their queries, and plans what is due. `item`: the observer's place for it.
+  template <class E>
+  void append_accepted(sequence_layer owner, const Recipe& recipe, const batch& step, index_t item,
+                       const conversations<Recipe>& known, const segment_marks& marks, const rows_view<const E>& q,
+                       const rows_view<const E>& k, const rows_view<const E>& v, choice& made) {
+    const planned<Recipe>& policies = known.sequence(owner.id).policies;
+    const index_t first = known.progress(owner).next_position, next = first + k.tokens;
+    parts_.store.append(owner, k, v, first, marks);
+    if (!parts_.roles.follows_recipe(owner.layer)) return parts_.plan_slide(owner, k.tokens, made);
+    parts_.read_stage.append(owner, parts_.store, k.tokens);
+    const bool chooses_first = Recipe::schedule_type::fires_at(moment::step_begin) && step.evicts_first;
+    if (chooses_first) {
+      parts_.plan_choice(owner, recipe, policies, true, {next, k.tokens, nullptr}, made);
+    } else {
+      parts_.first.observer().observe_step(item, owner, parts_.store, policies, parts_.roles.rule(owner.layer), q, next,
+                                           *parts_.workers);
+      made.observed = true;
+      if (step.evicts_last) parts_.plan_choice(owner, recipe, policies, true, {next, 0, nullptr}, made);
+    }
+    parts_.plan_packing(owner, made, false);
+  }
   template <class E>
   void decode_sequence(sequence_layer owner, const Recipe& recipe, const batch& step, index_t b,
                        const planned<Recipe>& policies, index_t first, const segment_marks& marks,

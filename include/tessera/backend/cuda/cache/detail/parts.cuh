@@ -15,6 +15,7 @@
 #include "../../choose/first_stage.cuh"
 #include "../../read/reading.cuh"
 #include "../../store/pack.cuh"
+#include "draft_rows.cuh"
 #include "rereading.cuh"
 #include "row_staging.cuh"
 #include "step_order.cuh"
@@ -43,6 +44,11 @@ struct cache_parts {
   static constexpr bool takes_uneven_steps = taken_back<Recipe>() != takes_back::nothing && !filters &&
                                              !Recipe::retrieve_type::retrieves &&
                                              !lies_beside_tokens(Recipe::retain_type::observed);
+  /// Whether steps do more with their queries than read everything.
+  static constexpr bool uses_queries = taken_back<Recipe>() == takes_back::nothing ||
+                                       Recipe::retrieve_type::retrieves ||
+                                       lies_beside_tokens(Recipe::retain_type::observed);
+  using drafts_type = draft_rows<T, Out, view_type::k_dim, view_type::v_dim, uses_queries>;
   static constexpr bool fires_last = Recipe::schedule_type::fires_at(moment::step_end);
 
   cache_parts(const model_shape& model, const Recipe& recipe, const cache_options& sizes)
@@ -67,6 +73,7 @@ struct cache_parts {
         rereader(shape, options, device),
         order(shape.layers),
         staging(shape),
+        drafts(shape, options),
         newest(shape.kv_heads, shape.sliding.empty() ? 0 : shape.window),
         attended(shape.layers) {
     attended.open(options.sequences - 1);
@@ -157,6 +164,7 @@ struct cache_parts {
   rereading<Recipe> rereader;
   step_order<Recipe> order;
   row_staging<T, Out> staging;
+  drafts_type drafts;
   newest_slots newest;
   bool traces_attended = false;
   sequence_table<host_vector<host_vector<index_t>>> attended;

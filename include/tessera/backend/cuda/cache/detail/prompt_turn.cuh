@@ -40,15 +40,21 @@ class prompt_turn {
                                            chunk.first + k.tokens, stream);
   }
 
-  /// Called before more of a prompt is appended to a layer that chooses in chunks: the layer keeps its share so far.
+  /// Called before `coming` more tokens of a prompt are appended to a layer that chooses in chunks: the layer keeps its
+  /// share so far.
+  /// Errors   what it keeps and the new tokens are more than a head holds: tessera::error, and nothing has changed.
   void end_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach, index_t reconsidered,
-                 cudaStream_t stream) {
-    if (parts_.roles.follows_recipe(owner.layer) &&
-        !parts_.first.keeps_everything(owner, parts_.store.bound(owner), policies)) {
+                 index_t coming, cudaStream_t stream) {
+    const token_bound held = parts_.store.bound(owner);
+    const bool follows = parts_.roles.follows_recipe(owner.layer);
+    if (follows && !parts_.first.keeps_everything(owner, held, policies)) {
       const kept_bound kept = parts_.first.bound(owner, parts_.store, policies, reach.prompt_tokens());
+      require_tokens_of_head(offset_t(kept.longest) + coming, parts_.options.tokens);
       parts_.plan_beside_step(parts_.store, [&] { parts_.store.plan_keep({owner}, {kept}, stream); });
       const index_t* next = set_number(parts_.next.data() + owner.id, reach.end, stream);
       parts_.store.keep(owner, chosen(owner, policies, reach, next, 0, stream), stream);
+    } else if (follows) {
+      require_tokens_of_head(offset_t(held.longest) + coming, parts_.options.tokens);
     }
     parts_.first.settled().end_chunk(owner, parts_.store, reconsidered);
     parts_.first.observer().forget(owner);

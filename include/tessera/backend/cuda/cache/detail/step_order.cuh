@@ -21,7 +21,7 @@ namespace cuda {
 template <class Recipe>
 class step_order {
  public:
-  explicit step_order(index_t layers) : layers_(layers) {}
+  explicit step_order(index_t layers) : layers_(layers), drafted_(layers) {}
 
   /// Errors   the sequence's step was prepared but not decoded in every layer, so rows are missing.
   void require_finished(index_t id) const {
@@ -44,15 +44,47 @@ class step_order {
     for (index_t layer = 0; layer < layers_; ++layer) known.took_step(layer, step);
     if (is_unfinished()) unfinished_.insert(unfinished_.end(), now_.ids.begin(), now_.ids.end());
     now_ = step;
-    has_begun_ = is_stale_ = false;
+    has_begun_ = is_stale_ = is_draft_ = false;
     next_layer_ = 0;
   }
+  /// The same for a draft, whose tokens count when they are accepted.
+  void prepared_draft(const batch& draft) {
+    if (is_unfinished()) unfinished_.insert(unfinished_.end(), now_.ids.begin(), now_.ids.end());
+    now_ = draft;
+    has_begun_ = is_stale_ = false;
+    is_draft_ = true;
+    next_layer_ = 0;
+    drafted_.open(*std::max_element(draft.ids.begin(), draft.ids.end()));
+  }
+  void require_draft(const batch& draft, cudaStream_t stream) const {
+    require_unchanged(draft);
+    if (is_recorded(stream)) return;
+    require(has_begun_, "calls of begin_step for a draft", 0, "1", "call begin_step before the layers of a draft");
+  }
+  /// A layer has had the draft.
+  void drafted(index_t layer, cudaStream_t stream) {
+    if (is_recorded(stream)) sees_all_ = false;
+    for (const index_t id : now_.ids) drafted_[sequence_layer{layer, id}] = now_.number;
+    next_layer_ = (std::max)(next_layer_, layer + 1);
+  }
+  /// Errors   a layer has not had the draft of that number, as far as the host knows.
+  void require_drafted(index_t id, std::uint64_t number) const {
+    for (index_t layer = 0; sees_all_ && layer < layers_; ++layer) {
+      require(drafted_[sequence_layer{layer, id}] == number, "layers of the draft of sequence " + std::to_string(id),
+              layer, "all of the model", "decode the draft in every layer before it is accepted");
+    }
+  }
+  /// Whether the sequence's step has layers left.
+  bool is_under_way(index_t id) const { return is_unfinished() && contains(now_.ids, id); }
+  /// Whether the step's tokens are counted on the device.
+  bool is_counted(index_t id) const { return has_begun_ || !is_under_way(id); }
 
   void begin(const batch& step, cudaStream_t stream) {
     require_unchanged(step);
     sees_all_ = sees_all_ && !is_recorded(stream);
     if (is_recorded(stream)) return;
-    require(!has_begun_, "calls of begin_step for a step", 2, "1", "call prepare_step before every step");
+    require(!has_begun_, "calls of begin_step for a step", 2, "1",
+            "call prepare_step, or prepare_draft, before every begin_step");
     has_begun_ = true;
   }
   void require_layer(index_t layer, const batch& step, cudaStream_t stream) const {
@@ -97,7 +129,9 @@ class step_order {
     return status != cudaStreamCaptureStatusNone;
   }
   /// Whether the step that was prepared last has layers left, as far as the host knows.
-  bool is_unfinished() const { return !now_.ids.empty() && next_layer_ < layers_ && (sees_all_ || next_layer_ > 0); }
+  bool is_unfinished() const {
+    return !is_draft_ && !now_.ids.empty() && next_layer_ < layers_ && (sees_all_ || next_layer_ > 0);
+  }
   void require_prepared(const batch& step) const {
     require(!is_stale_ && !step.ids.empty() && step.number == now_.number, "step",
             std::to_string(step.sequences()) + " sequences of " + std::to_string(step.tokens) + " tokens",
@@ -115,10 +149,11 @@ class step_order {
 
   index_t layers_;
   batch now_;
-  bool has_begun_ = false, is_stale_ = false;
-  bool sees_all_ = true;             // no call was ever recorded
-  index_t next_layer_ = 0;           // of the step that has begun
-  host_vector<index_t> unfinished_;  // sequences of steps that were followed by another one
+  bool has_begun_ = false, is_stale_ = false, is_draft_ = false;
+  bool sees_all_ = true;                   // no call was ever recorded
+  index_t next_layer_ = 0;                 // of the step that has begun
+  sequence_table<std::uint64_t> drafted_;  // the number of the draft that a layer had last
+  host_vector<index_t> unfinished_;        // sequences of steps that were followed by another one
 };
 
 }  // namespace cuda

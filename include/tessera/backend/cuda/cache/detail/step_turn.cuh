@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "../../../../runtime/turn/conversations.hpp"
+#include "../../../../runtime/turn/draft.hpp"
 #include "parts.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -50,10 +51,7 @@ class step_turn {
   void begin(const batch& step, cudaStream_t stream) {
     const index_t sequences = step.sequences();
     parts_.order.begin(step, stream);
-    auto columns = parts_.store.gathered();
-    for (const auto& column : parts_.read_stage.gathered()) columns.push_back(column);
-    for (const auto& column : parts_.first.gathered()) columns.push_back(column);
-    parts_.steps.gather(sequences, columns, stream);
+    gather(sequences, stream);
     advance_positions(parts_.next.data(), parts_.steps.ids(), parts_.first_position.data(), parts_.next_position.data(),
                       sequences, step.tokens, lengths(), stream);
     parts_.steps.advance(parts_.store.length_column(), parts_.shape.layers, sequences, step.tokens, lengths(), stream,
@@ -76,7 +74,7 @@ class step_turn {
     }
     if (step.evicts_first) choose(layer, step, policies, all, step.tokens, stream);
     selection_view chosen{};
-    read(layer, recipe, all, q, out, lse, chosen, stream);
+    read(layer, recipe, all, q, first, out, lse, chosen, stream);
     if (parts_.traces_attended) trace(layer, step, chosen);
     parts_.first.observer().observe_step(layer, parts_.steps.ids(), parts_.store, all, policies, rule, q, first,
                                          stream);
@@ -108,13 +106,100 @@ class step_turn {
               const rows_view<Out>& out, const rows_view<float>& lse, cudaStream_t stream) {
     const view_type all = parts_.store.batch_view(layer, step.sequences());
     selection_view chosen{};
-    if (parts_.roles.follows_recipe(layer)) return read(layer, recipe, all, q, out, lse, chosen, stream);
+    if (parts_.roles.follows_recipe(layer))
+      return read(layer, recipe, all, q, parts_.first_position.data(), out, lse, chosen, stream);
     parts_.step_attention.step(
         decode_problem<view_type, Out>{all, q, parts_.first_position.data(), parts_.roles.rule(layer), out, lse, {}},
         stream);
   }
 
+  // --- drafts --------------------------------------------------------------------------------------------------------
+
+  /// The host's part of a draft.
+  void prepare_draft(const draft_step& draft, cudaStream_t stream) {
+    for (const index_t id : draft.step.ids) parts_.order.require_finished(id);
+    parts_.store.finish_layer(stream);  // now, because within the draft it would move rows
+    parts_.steps.set(draft.step.ids, stream);
+    parts_.drafts.set(draft, stream);
+  }
+  /// The beginning of the device's part: gathers what the batch needs. Nothing advances.
+  void begin_draft(const draft_step& draft, cudaStream_t stream) {
+    parts_.order.begin(draft.step, stream);
+    gather(draft.sequences(), stream);
+    parts_.drafts.begin(parts_.next.data(), parts_.steps.ids(), draft.sequences(), parts_.first_position.data(),
+                        stream);
+  }
+  /// One layer of a draft: its tokens attend to what a step reads, and to each other.
+  void draft(index_t layer, const Recipe& recipe, const draft_step& draft, const rows_view<const T>& q,
+             const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<Out>& out,
+             const rows_view<float>& lse, cudaStream_t stream) {
+    const index_t batch = draft.sequences();
+    const logit_rule rule = parts_.roles.rule(layer);
+    const rows_view<float> sums = lse.data ? lse : parts_.drafts.sums(batch, draft.step.tokens);
+    const view_type all = parts_.store.batch_view(layer, batch);
+    // Queries without a window that read everything differ in nothing that their positions decide.
+    const bool together = !Recipe::retrieve_type::retrieves && rule.sliding_window <= 0;
+    for (index_t t = 0; t < draft.step.tokens;) {
+      const index_t tokens = together ? (std::min)(draft.step.tokens - t, parts_.options.step_tokens) : 1;
+      const auto some = [&](auto rows) {
+        rows.data += offset_t(t) * rows.token_stride;
+        rows.tokens = tokens;
+        return rows;
+      };
+      const index_t* first = together ? parts_.first_position.data() : parts_.drafts.positions(t, batch);
+      selection_view chosen{};
+      if (parts_.roles.follows_recipe(layer)) {
+        read(layer, recipe, all, some(q), first, some(out), some(sums), chosen, stream);
+      } else {
+        parts_.step_attention.step(decode_problem<view_type, Out>{all, some(q), first, rule, some(out), some(sums), {}},
+                                   stream);
+      }
+      t += tokens;
+    }
+    parts_.drafts.attend(layer, parts_.steps.ids(), rule, q, k, v, out, sums, stream);
+  }
+
+  /// The host's part of a step of accepted tokens.
+  void plan_accepted(const batch& step, const host_vector<accepted_tokens>& accepted,
+                     const conversations<Recipe>& known, cudaStream_t stream) {
+    prepare(step, known, stream);
+    parts_.drafts.set_nodes(
+        accepted, [&](const host_vector<index_t>& nodes, index_t* to) { step_table::write(nodes, to, stream); });
+  }
+  /// The device's part: everything of the step but its outputs.
+  void commit_accepted(const Recipe& recipe, const batch& step, const planned<Recipe>& policies, cudaStream_t stream) {
+    begin(step, stream);
+    parts_.drafts.gather(parts_.steps.ids(), step.sequences(), step.tokens, stream);
+    for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
+      append_accepted(layer, recipe, step, policies, stream);
+      parts_.order.decoded(layer, stream);
+    }
+  }
+
  private:
+  void append_accepted(index_t layer, const Recipe& recipe, const batch& step, const planned<Recipe>& policies,
+                       cudaStream_t stream) {
+    const auto rows = parts_.drafts.accepted(layer, step.sequences(), step.tokens);
+    const index_t* first = parts_.first_position.data();
+    const view_type all = parts_.store.batch_view(layer, step.sequences());
+    parts_.store.append_rows(all, rows.k, rows.v, first, lengths(), parts_.marks.of_step(layer), stream);
+    if (!parts_type::uses_queries || !parts_.roles.follows_recipe(layer)) return;
+    if (step.evicts_first) choose(layer, step, policies, all, step.tokens, stream);
+    if constexpr (parts_type::reading_type::has_index) {  // which takes in new rows when a reader chooses
+      selection_view chosen{};
+      read(layer, recipe, all, rows.q, first, rows.out, {}, chosen, stream);
+    }
+    parts_.first.observer().observe_step(layer, parts_.steps.ids(), parts_.store, all, policies,
+                                         parts_.roles.rule(layer), rows.q, first, stream);
+    if (step.evicts_last) choose(layer, step, policies, all, 0, stream);
+  }
+  /// Copies what the batch needs of every part side by side.
+  void gather(index_t sequences, cudaStream_t stream) {
+    auto columns = parts_.store.gathered();
+    for (const auto& column : parts_.read_stage.gathered()) columns.push_back(column);
+    for (const auto& column : parts_.first.gathered()) columns.push_back(column);
+    parts_.steps.gather(sequences, columns, stream);
+  }
   /// On the device, the tokens of each sequence; null where all have as many.
   const index_t* lengths() const { return parts_type::takes_uneven_steps ? parts_.steps.lengths() : nullptr; }
   /// Budgets that have grown since the last step, and newest tokens that stay when a choice comes before the step
@@ -207,11 +292,12 @@ class step_turn {
       parts_.read_stage.rebuild(layer, parts_.steps.ids(), parts_.store, all, stream);
     }
   }
-  /// Attends what a step reads of a layer that follows the recipe. The step's tokens have been appended.
+  /// Attends what a step reads of a layer that follows the recipe. The step's tokens have been appended. `first`: the
+  /// position of each sequence's first query, on the device.
   void read(index_t layer, const Recipe& recipe, const view_type& all, const rows_view<const T>& q,
-            const rows_view<Out>& out, const rows_view<float>& lse, selection_view& chosen, cudaStream_t stream) {
+            const index_t* first, const rows_view<Out>& out, const rows_view<float>& lse, selection_view& chosen,
+            cudaStream_t stream) {
     const group_members& members = parts_.first.members();
-    const index_t* first = parts_.first_position.data();
     for (index_t m = 0; m < members.count(); ++m) {
       const auto view = parts_.read_stage.batch_view(layer, all, m);
       const logit_rule rule = members.rule(parts_.roles.rule(layer), m, stream);
