@@ -8,6 +8,8 @@
 // steps/one       1 token of every sequence
 // chunk           2,048 prompt tokens behind CONTEXT others, and their attention
 // mixed           the last two in one batch
+// draft           a draft of 4 tokens of every sequence, and nothing accepted
+// draft/accepted  the same, and 1 to 4 tokens of each accepted together
 // launches        kernels of one layer of `mixed`, with all sequences and with a quarter of them
 #include <algorithm>
 #include <cstdint>
@@ -92,6 +94,9 @@ class measured {
     std::printf("              %8.1f us  and %.1f us behind `mixed`\n", one_again, chunk_again);
     std::printf("mixed         %8.1f us  %.3f of both apart\n", mixed,
                 2 * mixed / (one + chunk + one_again + chunk_again));
+    const double drafted = time([&] { draft(all, false); }), accepted = time([&] { draft(all, true); });
+    std::printf("draft         %8.1f us  %.3f of steps/alike\n", drafted, drafted / alike);
+    std::printf("... accepted  %8.1f us  %.3f of steps/alike\n", accepted, accepted / alike);
     const host_vector<batch_item> fewer(both.begin(), both.begin() + 1 + sequences_ / 4);
     std::printf("launches      %d of a layer, %d with a quarter of the sequences\n", launches(both), launches(fewer));
   }
@@ -102,6 +107,7 @@ class measured {
     sizes.sequences = sequences_ + 1;
     sizes.tokens = context_ + 2 * chunk_tokens;
     sizes.step_tokens = 8;
+    sizes.draft_tokens = 4;
     sizes.rows =
         offset_t(layers) * kv_heads * (offset_t(sequences_) * (context_ + 2048) + 2 * (context_ + 2 * chunk_tokens));
     return sizes;
@@ -121,6 +127,20 @@ class measured {
     for (index_t layer = 0; layer < layers; ++layer)
       cache_.decode(layer, now, part(rows_.q, q_heads, now.tokens, n), part(rows_.k, kv_heads, now.tokens, n),
                     part(rows_.v, kv_heads, now.tokens, n), part(rows_.out, q_heads, now.tokens, n), {}, nullptr);
+  }
+  void draft(const host_vector<index_t>& ids, bool accepts) {
+    const draft_step now = cache_.prepare_draft(ids, 4, nullptr);
+    cache_.begin_step(now, nullptr);
+    const index_t n = now.sequences();
+    for (index_t layer = 0; layer < layers; ++layer)
+      cache_.decode(layer, now, part(rows_.q, q_heads, 4, n), part(rows_.k, kv_heads, 4, n),
+                    part(rows_.v, kv_heads, 4, n), part(rows_.out, q_heads, 4, n), {}, nullptr);
+    host_vector<accepted_tokens> accepted;
+    for (const index_t id : ids) {
+      accepted.push_back({id, {}});
+      for (index_t t = 0; accepts && t <= id % 4; ++t) accepted.back().nodes.push_back(t);
+    }
+    cache_.accept(accepted, nullptr);
   }
   void pass(const host_vector<batch_item>& items) {
     const mixed_batch work = cache_.prepare(items, nullptr);

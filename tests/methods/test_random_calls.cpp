@@ -47,6 +47,9 @@ support::called_caches caches_of(const std::string& method, support::rng& random
                                       {"element", 5},
                                       {"reduce", 2}})
     chosen.values[word] = random.between(0, choices - 1);
+  for (const number& one : numbers_of(method)) {
+    if (one.name == "segment") known.searches = chosen.values["strategy"] > 0;
+  }
   if (random.chance(0.7)) chosen.values["profile"] = random.between(0, 3);
   known.filters = traits_of(method).filters;
   known.by_layer = traits_of(method).by_layer;

@@ -18,6 +18,7 @@ class draft_calls : public prompt_calls {
     const bool is_part = call.first == detour_kind::part_of_chunk || call.first == detour_kind::part_of_step;
     bool possible = !limits_.is_tight && !call.ids.empty() && call.q.sequences == index_t(call.ids.size()) &&
                     !is_under_way() && tokens >= 1;
+    if (call.first != detour_kind::draft) possible = possible && !method_.searches;
     if (is_chunk) possible = possible && call.ids.size() == 1 && !method_.filters;
     if (is_part) possible = possible && call.tokens >= (is_chunk || limits_.on_device) && call.tokens < shape_.layers;
     if (!is_chunk) {

@@ -95,7 +95,8 @@ class basic_cache {
   /// to their pool; other memory stays.
   /// Cost     on a GPU the sequence's index is built anew.
   /// Differs  a layer that slides may have dropped more tokens behind its window than one without the detour: outputs
-  ///          are then equal to rounding.
+  ///          are then equal to rounding. Packed rows whose strategy is searched are replaced when the search is over,
+  ///          for which a detour gives time.
   /// Errors   a position below `settled` or above `next_position`; layers in different places: tessera::error.
   void truncate(index_t id, index_t position, default_queue queue = {});
   /// The smallest position that `truncate` and `fork` take now. 0: methods that drop nothing. The end of the last

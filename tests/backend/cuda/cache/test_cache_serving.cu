@@ -74,7 +74,7 @@ TEST_CASE("a step begins once, its layers come in order, and nobody steps in bet
     k.sequences = v.sequences = step.sequences();
     kv.decode(layer, step, q, k, v, nhd_rows(out.data, 1, 4, 64, step.sequences()), {}, nullptr);
   };
-  CHECK_THROWS_WITH(kv.begin_step({}, nullptr), contains("what prepare_step returned last"));
+  CHECK_THROWS_WITH(kv.begin_step(batch{}, nullptr), contains("what prepare_step returned last"));
   const batch alone = kv.prepare_step({0}, 1, nullptr);
   kv.begin_step(alone, nullptr);
   kv.trace_attended(true);
