@@ -28,6 +28,18 @@ if(TESSERA_BUILD_EXAMPLES)
                           IMPORTED_LOCATION "${SENTENCEPIECE_LIBRARY}"
                           INTERFACE_INCLUDE_DIRECTORIES "${SENTENCEPIECE_INCLUDE_DIR}")
   endif()
+  # Nor does Debian's PCRE2.
+  find_path(PCRE2_INCLUDE_DIR pcre2.h)
+  find_library(PCRE2_LIBRARY pcre2-8)
+  mark_as_advanced(PCRE2_INCLUDE_DIR PCRE2_LIBRARY)
+  if(NOT PCRE2_INCLUDE_DIR OR NOT PCRE2_LIBRARY)
+    tessera_missing("PCRE2" "libpcre2-dev" "-DTESSERA_BUILD_EXAMPLES=OFF")
+  endif()
+  if(NOT TARGET pcre2::pcre2)
+    add_library(pcre2::pcre2 UNKNOWN IMPORTED)
+    set_target_properties(pcre2::pcre2 PROPERTIES IMPORTED_LOCATION "${PCRE2_LIBRARY}"
+                          INTERFACE_INCLUDE_DIRECTORIES "${PCRE2_INCLUDE_DIR}")
+  endif()
 endif()
 
 if(TESSERA_BUILD_EXAMPLES OR TESSERA_BUILD_TESTS)

@@ -44,7 +44,7 @@ find_clang() {
 }
 
 build_packages=(g++ cmake ninja-build ccache)
-example_packages=(libcli11-dev nlohmann-json3-dev libsentencepiece-dev libeigen3-dev)
+example_packages=(libcli11-dev nlohmann-json3-dev libsentencepiece-dev libpcre2-dev libeigen3-dev)
 test_packages=(git python3 catch2)
 benchmark_packages=(libbenchmark-dev)
 documentation_packages=(doxygen)

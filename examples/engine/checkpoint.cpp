@@ -1,5 +1,7 @@
 #include "checkpoint.hpp"
 
+#include <algorithm>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <tessera/core/error.hpp>
@@ -35,10 +37,33 @@ std::set<std::string> shard_names(const std::filesystem::path& path) {
   return shards;
 }
 
+// What a GGUF file calls a weight; empty: it has none of that name.
+std::string gguf_name(std::string_view name) {
+  if (name == "model.embed_tokens.weight") return "token_embd.weight";
+  if (name == "model.norm.weight") return "output_norm.weight";
+  if (name == "lm_head.weight") return "output.weight";
+  constexpr std::string_view prefix = "model.layers.";
+  const std::size_t dot = name.starts_with(prefix) ? name.find('.', prefix.size()) : std::string_view::npos;
+  if (dot == std::string_view::npos) return {};
+  static const std::map<std::string, std::string, std::less<>> parts{
+      {"input_layernorm.weight", "attn_norm.weight"}, {"post_attention_layernorm.weight", "ffn_norm.weight"},
+      {"self_attn.q_proj.weight", "attn_q.weight"},   {"self_attn.k_proj.weight", "attn_k.weight"},
+      {"self_attn.v_proj.weight", "attn_v.weight"},   {"self_attn.o_proj.weight", "attn_output.weight"},
+      {"mlp.gate_proj.weight", "ffn_gate.weight"},    {"mlp.up_proj.weight", "ffn_up.weight"},
+      {"mlp.down_proj.weight", "ffn_down.weight"}};
+  const auto part = parts.find(name.substr(dot + 1));
+  if (part == parts.end()) return {};
+  return "blk." + std::string(name.substr(prefix.size(), dot - prefix.size())) + "." + part->second;
+}
+
 }  // namespace
 
 checkpoint checkpoint::open(const std::filesystem::path& directory) {
   checkpoint opened;
+  if (is_gguf(directory)) {
+    opened.gguf_ = gguf_file::open(directory);
+    return opened;
+  }
   const auto single = directory / "model.safetensors", index = directory / "model.safetensors.index.json";
   if (there(single)) {
     opened.files_.push_back(safetensors_file::open(single));
@@ -62,10 +87,43 @@ const safetensors_file* checkpoint::file_of(std::string_view name) const {
   return nullptr;
 }
 
-bool checkpoint::contains(std::string_view name) const { return file_of(name) != nullptr; }
+bool checkpoint::contains(std::string_view name) const {
+  return gguf_ ? gguf_->find(gguf_name(name)) != nullptr : file_of(name) != nullptr;
+}
+
+// GGUF's rows of queries and keys stand in the order of interleaved RoPE: element i of a head's first half, then that of its
+// second.
+std::vector<float> checkpoint::gguf_weight(std::string_view name) const {
+  std::vector<float> values = gguf_->to_fp32(gguf_name(name));
+  const bool is_query = name.ends_with("q_proj.weight"), is_key = name.ends_with("k_proj.weight");
+  if (!is_query && !is_key) return values;
+  const char* key = is_query || !gguf_->value("llama.attention.head_count_kv") ? "llama.attention.head_count"
+                                                                               : "llama.attention.head_count_kv";
+  const std::vector<std::int64_t> shape = this->shape(name);
+  const std::int64_t heads = gguf_->count(key), width = shape.back(), dim = heads > 0 ? shape.front() / heads : 0;
+  tessera::require(shape.size() == 2 && dim > 0 && dim % 2 == 0 && heads * dim == shape.front(),
+                   "rows of weight \"" + std::string(name) + "\"", shape.front(), "those of whole heads",
+                   "use a complete file");
+  std::vector<float> ordered(values.size());
+  for (std::int64_t row = 0; row < heads * dim; ++row) {
+    const std::int64_t head = row / dim, within = row % dim;
+    const std::int64_t source = head * dim + within % (dim / 2) * 2 + within / (dim / 2);
+    std::copy_n(values.begin() + source * width, width, ordered.begin() + row * width);
+  }
+  return ordered;
+}
 
 std::vector<float> checkpoint::weight(std::string_view name, std::initializer_list<std::int64_t> shape) const {
   const safetensors_file* file = file_of(name);
+  if (gguf_ && contains(name)) {
+    const std::vector<std::int64_t> own = this->shape(name);
+    tessera::require(std::equal(own.begin(), own.end(), shape.begin(), shape.end()),
+                     "shape of weight \"" + std::string(name) + "\"", own.empty() ? 0 : own.front(),
+                     "the shape that the file's metadata tells of", "use a complete file");
+    std::vector<float> values = gguf_weight(name);
+    require_finite(name, values);
+    return values;
+  }
   tessera::require(file != nullptr, "weight \"" + std::string(name) + "\"", "missing", "a tensor of the checkpoint",
                    "use a complete Llama checkpoint");
   std::vector<float> values = file->to_fp32(name, {shape.begin(), shape.size()});
@@ -74,11 +132,16 @@ std::vector<float> checkpoint::weight(std::string_view name, std::initializer_li
 }
 
 std::vector<std::int64_t> checkpoint::shape(std::string_view name) const {
+  if (gguf_) {
+    const gguf_tensor* tensor = gguf_->find(gguf_name(name));
+    return tensor ? tensor->shape : std::vector<std::int64_t>{};
+  }
   const safetensors_file* file = file_of(name);
   return file ? file->at(name).shape : std::vector<std::int64_t>{};
 }
 
 void require_agreement(const std::filesystem::path& directory, const llama_config& config, const checkpoint& weights) {
+  if (is_gguf(directory)) return;  // both come from one file
   const std::string place = "file " + printable((directory / "config.json").native()) + ": ";
   constexpr std::string_view cure = "take config.json and weights from one checkpoint";
   const auto layer = [&](std::int32_t index) {

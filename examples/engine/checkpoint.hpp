@@ -1,25 +1,27 @@
-// The weights of a model folder: one model.safetensors, or the shards that model.safetensors.index.json lists.
+// The weights of a model: one model.safetensors, the shards that model.safetensors.index.json lists, or a GGUF file.
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
 #include <initializer_list>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "config.hpp"
+#include "engine/files/gguf.hpp"
 #include "engine/files/safetensors.hpp"
 
 namespace engine {
 
-/// The open weight files of one model.
+/// The open weight files of one model. Names are those of Hugging Face's checkpoints, whatever the file calls them.
 class checkpoint {
  public:
-  /// Opens every file, checks every header, reads no weight yet.
+  /// Opens every file of a folder, or a GGUF file; checks every header, reads no weight yet.
   /// Errors: neither file is there, the index is malformed or names a file outside the folder, a tensor that occurs
   /// in two shards, or whatever `safetensors_file::open` rejects.
-  static checkpoint open(const std::filesystem::path& directory);
+  static checkpoint open(const std::filesystem::path& model);
 
   bool contains(std::string_view name) const;
 
@@ -32,7 +34,10 @@ class checkpoint {
  private:
   const safetensors_file* file_of(std::string_view name) const;
 
+  std::vector<float> gguf_weight(std::string_view name) const;
+
   std::vector<safetensors_file> files_;
+  std::optional<gguf_file> gguf_;  // in place of these
 };
 
 /// Refuses a config.json that tells of another model than the weights beside it: fewer layers, other KV heads, another

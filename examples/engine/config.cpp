@@ -6,6 +6,7 @@
 #include <tessera/core/error.hpp>
 #include <tessera/core/types.hpp>
 
+#include "engine/files/gguf.hpp"
 #include "engine/files/input_file.hpp"
 
 namespace engine {
@@ -178,6 +179,58 @@ llama_config load_config(const std::filesystem::path& path) {
     return parse_config(text);
   } catch (const tessera::error& problem) {
     throw tessera::error("file " + printable(path.native()) + ": " + problem.what());
+  }
+}
+
+namespace {
+
+// What a GGUF file says of a model, in the words of config.json.
+std::string config_text(const gguf_file& file) {
+  const std::string& architecture = file.text("general.architecture");
+  tessera::require(architecture == "llama", "architecture of the file", printable(architecture), "llama",
+                   "use a model of the Llama architecture");
+  const std::string place = architecture + ".";
+  for (const char* key : {"llama.rope.scaling.type", "llama.rope.scale_linear"}) {
+    const gguf_value* value = file.value(key);
+    const auto* type = value ? std::get_if<std::string>(value) : nullptr;
+    tessera::require(!value || (type && *type == "none"), key, "given", "none", cure_model);
+  }
+  tessera::require(!file.find("rope_freqs.weight"), "tensor \"rope_freqs.weight\"", "given",
+                   "none: RoPE that is not stretched", "use the model's safetensors, or one without it");
+  json object;
+  object["model_type"] = "llama";
+  object["hidden_act"] = "silu";
+  object["hidden_size"] = file.count(place + "embedding_length");
+  object["intermediate_size"] = file.count(place + "feed_forward_length");
+  object["num_hidden_layers"] = file.count(place + "block_count");
+  object["num_attention_heads"] = file.count(place + "attention.head_count");
+  if (file.value(place + "attention.head_count_kv"))
+    object["num_key_value_heads"] = file.count(place + "attention.head_count_kv");
+  if (file.value(place + "attention.key_length")) object["head_dim"] = file.count(place + "attention.key_length");
+  object["max_position_embeddings"] = file.count(place + "context_length");
+  object["rms_norm_eps"] = file.number(place + "attention.layer_norm_rms_epsilon");
+  object["rope_theta"] = file.value(place + "rope.freq_base") ? file.number(place + "rope.freq_base") : 1e4;
+  object["tie_word_embeddings"] = file.find("output.weight") == nullptr;
+  object["vocab_size"] = file.texts("tokenizer.ggml.tokens").size();
+  if (file.value("tokenizer.ggml.bos_token_id")) object["bos_token_id"] = file.count("tokenizer.ggml.bos_token_id");
+  if (file.value("tokenizer.ggml.eos_token_id")) object["eos_token_id"] = file.count("tokenizer.ggml.eos_token_id");
+  return object.dump();
+}
+
+}  // namespace
+
+llama_config config_of_model(const std::filesystem::path& model) {
+  if (!is_gguf(model)) return load_config(model / "config.json");
+  const gguf_file file = gguf_file::open(model);
+  try {
+    llama_config config = parse_config(config_text(file));
+    const gguf_value* rotated = file.value("llama.rope.dimension_count");
+    tessera::require(!rotated || file.count("llama.rope.dimension_count") == config.head_dim,
+                     "\"llama.rope.dimension_count\"", rotated ? file.count("llama.rope.dimension_count") : 0,
+                     "the head dim, which is " + std::to_string(config.head_dim), cure_model);
+    return config;
+  } catch (const tessera::error& problem) {
+    throw tessera::error("file " + printable(model.native()) + ": " + problem.what());
   }
 }
 

@@ -50,4 +50,8 @@ llama_config parse_config(std::string_view text);
 /// Reads a file. Errors: not readable, or anything that `parse_config` rejects; the message carries the path.
 llama_config load_config(const std::filesystem::path& path);
 
+/// The config of a model: of a folder its config.json, of a GGUF file its own metadata.
+/// Errors: as `load_config`; of a GGUF file another architecture than llama, and RoPE that is stretched.
+llama_config config_of_model(const std::filesystem::path& model);
+
 }  // namespace engine

@@ -53,7 +53,7 @@ llama::llama(llama_config config, const checkpoint& weights, tessera::cpu::execu
 }
 
 llama llama::load(const std::filesystem::path& directory, tessera::cpu::executor& executor) {
-  llama_config config = load_config(directory / "config.json");
+  llama_config config = config_of_model(directory);
   const checkpoint weights = checkpoint::open(directory);
   require_agreement(directory, config, weights);
   return llama(std::move(config), weights, executor);

@@ -5,7 +5,9 @@
 #include <tessera/core/error.hpp>
 #include <utility>
 
+#include "engine/files/gguf.hpp"
 #include "engine/files/input_file.hpp"
+#include "engine/text/byte_pairs.hpp"
 
 namespace engine {
 namespace {
@@ -35,10 +37,34 @@ bool is_nothing_but_delimiters(std::string_view text) {
   return text.empty();
 }
 
+class sentence_pieces final : public vocabulary {
+ public:
+  explicit sentence_pieces(std::unique_ptr<sentencepiece::SentencePieceProcessor> processor)
+      : processor_(std::move(processor)) {}
+  std::vector<token_t> encode(std::string_view text) const override {
+    std::vector<int> ids;
+    const auto status = processor_->Encode({text.data(), text.size()}, &ids);
+    if (!status.ok()) tessera::fail("text", status.ToString(), "text that SentencePiece can encode", "pass UTF-8 text");
+    return {ids.begin(), ids.end()};
+  }
+  std::string decode(std::span<const token_t> tokens) const override {
+    std::string text;
+    const auto status = processor_->Decode(std::vector<int>(tokens.begin(), tokens.end()), &text);
+    if (!status.ok())
+      tessera::fail("tokens", status.ToString(), "tokens that SentencePiece can decode", "check the tokenizer");
+    return text;
+  }
+  token_t size() const override { return processor_->GetPieceSize(); }
+  std::optional<token_t> bos() const override { return if_defined(processor_->bos_id()); }
+  std::optional<token_t> eos() const override { return if_defined(processor_->eos_id()); }
+
+ private:
+  std::unique_ptr<sentencepiece::SentencePieceProcessor> processor_;
+};
+
 }  // namespace
 
-tokenizer::tokenizer(std::unique_ptr<sentencepiece::SentencePieceProcessor> processor)
-    : processor_(std::move(processor)) {
+tokenizer::tokenizer(std::unique_ptr<vocabulary> pieces) : pieces_(std::move(pieces)) {
   for (token_t id = 0; id < vocab_size(); ++id) {
     const std::string text = decode({&id, 1});
     if (text.find('\n') != std::string::npos) newline_tokens_.push_back(id);
@@ -59,25 +85,26 @@ tokenizer tokenizer::load(const std::filesystem::path& path) {
   if (!status.ok())
     tessera::fail("file " + printable(path.native()), status.ToString(), "a SentencePiece model",
                   "pass a tokenizer.model");
-  return tokenizer(std::move(processor));
+  return tokenizer(std::make_unique<sentence_pieces>(std::move(processor)));
 }
 
-std::vector<token_t> tokenizer::encode(std::string_view text) const {
-  std::vector<int> ids;
-  const auto status = processor_->Encode({text.data(), text.size()}, &ids);
-  if (!status.ok()) tessera::fail("text", status.ToString(), "text that SentencePiece can encode", "pass UTF-8 text");
-  return {ids.begin(), ids.end()};
+tokenizer tokenizer::of_model(const std::filesystem::path& model) {
+  if (!is_gguf(model)) return load(model / "tokenizer.model");
+  try {
+    return tokenizer(byte_pairs::from(gguf_file::open(model)));
+  } catch (const tessera::error& problem) {
+    const std::string said = problem.what(), name = "file " + printable(model.native());
+    throw tessera::error(said.starts_with("file ") ? said : name + ": " + said);
+  }
 }
+
+std::vector<token_t> tokenizer::encode(std::string_view text) const { return pieces_->encode(text); }
 
 std::string tokenizer::decode(std::span<const token_t> tokens) const {
   for (const token_t id : tokens)
     tessera::require(id >= 0 && id < vocab_size(), "token id", id, "an id in [0, " + std::to_string(vocab_size()) + ")",
                      "use the tokenizer that the model was trained with");
-  std::string text;
-  const auto status = processor_->Decode(std::vector<int>(tokens.begin(), tokens.end()), &text);
-  if (!status.ok())
-    tessera::fail("tokens", status.ToString(), "tokens that SentencePiece can decode", "check the tokenizer");
-  return text;
+  return pieces_->decode(tokens);
 }
 
 std::vector<std::uint8_t> tokenizer::boundaries(std::span<const token_t> tokens) const {
@@ -90,8 +117,8 @@ std::vector<std::uint8_t> tokenizer::boundaries(std::span<const token_t> tokens)
   return flags;
 }
 
-std::optional<token_t> tokenizer::bos() const { return if_defined(processor_->bos_id()); }
-std::optional<token_t> tokenizer::eos() const { return if_defined(processor_->eos_id()); }
-token_t tokenizer::vocab_size() const { return processor_->GetPieceSize(); }
+std::optional<token_t> tokenizer::bos() const { return pieces_->bos(); }
+std::optional<token_t> tokenizer::eos() const { return pieces_->eos(); }
+token_t tokenizer::vocab_size() const { return pieces_->size(); }
 
 }  // namespace engine

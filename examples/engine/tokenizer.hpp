@@ -1,4 +1,4 @@
-// Text to tokens and back, over a SentencePiece model. The library's own header stays in the .cpp.
+// Text to tokens and back, over a SentencePiece model or byte pairs.
 #pragma once
 
 #include <cstdint>
@@ -11,18 +11,18 @@
 #include <vector>
 
 #include "config.hpp"
-
-namespace sentencepiece {
-class SentencePieceProcessor;
-}
+#include "text/vocabulary.hpp"
 
 namespace engine {
 
-/// A SentencePiece tokenizer. Immutable once loaded; any number of threads may call it.
+/// A model's tokenizer. Immutable once loaded; any number of threads may call it.
 class tokenizer {
  public:
   /// Loads a tokenizer.model. Errors: not readable, or no SentencePiece model.
   static tokenizer load(const std::filesystem::path& path);
+  /// The tokenizer of a model: of a folder its tokenizer.model, of a GGUF file its own. Errors: as `load`, and
+  /// `byte_pairs::from`.
+  static tokenizer of_model(const std::filesystem::path& model);
 
   tokenizer(tokenizer&&) noexcept;
   tokenizer& operator=(tokenizer&&) noexcept;
@@ -51,9 +51,9 @@ class tokenizer {
   std::span<const std::uint8_t> ends_segment() const { return ends_segment_; }
 
  private:
-  explicit tokenizer(std::unique_ptr<sentencepiece::SentencePieceProcessor> processor);
+  explicit tokenizer(std::unique_ptr<vocabulary> pieces);
 
-  std::unique_ptr<sentencepiece::SentencePieceProcessor> processor_;
+  std::unique_ptr<vocabulary> pieces_;
   std::vector<token_t> newline_tokens_;
   std::vector<std::uint8_t> ends_segment_;  // by token id: its text ends in a delimiter
   std::vector<bool> delimiter_;             // and holds nothing else

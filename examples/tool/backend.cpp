@@ -62,6 +62,9 @@ class cpu_runner final : public runner {
               const engine::prefill_options& options) override {
     model_.reread(prompt, cache, options);
   }
+  std::vector<float> decode(std::span<const engine::token_t> tokens, method_cache& cache) override {
+    return model_.decode(tokens, cache);
+  }
   std::vector<engine::token_t> extend(std::span<const float> logits, method_cache& cache,
                                       const engine::generate_options& options) override {
     return model_.extend(logits, cache, options);

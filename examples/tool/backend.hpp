@@ -59,6 +59,9 @@ class runner {
   virtual void reread(std::span<const engine::token_t> prompt, method_cache& cache,
                       const engine::prefill_options& options) = 0;
 
+  /// A step of 1 to 8 tokens. Returns the logits behind each.
+  virtual std::vector<float> decode(std::span<const engine::token_t> tokens, method_cache& cache) = 0;
+
   virtual std::vector<engine::token_t> extend(std::span<const float> logits, method_cache& cache,
                                               const engine::generate_options& options = {}) = 0;
 };

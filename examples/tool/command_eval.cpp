@@ -96,7 +96,8 @@ bool has_own_profile(const method_info& method, const std::vector<std::string>& 
   return names_profile(method, own);
 }
 
-/// Every method at every budget; a method without a budget, or with a profile, once.
+}  // namespace
+
 std::vector<variant> parse_variants(const eval_options& given) {
   std::vector<index_t> budgets;
   if (!given.budgets.empty()) {
@@ -129,8 +130,6 @@ std::vector<variant> parse_variants(const eval_options& given) {
   apply_settings(given.settings, variants);
   return variants;
 }
-
-}  // namespace
 
 question_source::question_source(const eval_options& given) {
   if (!given.questions.empty()) {
@@ -167,8 +166,8 @@ void evaluate(const eval_options& given) {
   const auto workers = make_workers(given.threads);
   if (!given.json.empty()) engine::require_writable(given.json);
   const std::filesystem::path folder = given.model;
-  const engine::llama_config config = engine::load_config(folder / "config.json");
-  const auto tokenizer = engine::tokenizer::load(folder / "tokenizer.model");
+  const engine::llama_config config = engine::config_of_model(folder);
+  const auto tokenizer = engine::tokenizer::of_model(folder);
   engine::require_agreement(folder, config, tokenizer.vocab_size());
   require_caches(variants, config, element, workers);
   const auto conversations = std::move(source).conversations(config, tokenizer);

@@ -54,8 +54,8 @@ outcome answer(const run_options& given, const method_info& method) {
                    "text", "write a prompt into it");
   const auto workers = make_workers(given.threads);
   const std::filesystem::path folder = given.model;
-  const engine::llama_config config = engine::load_config(folder / "config.json");
-  const auto tokenizer = engine::tokenizer::load(folder / "tokenizer.model");
+  const engine::llama_config config = engine::config_of_model(folder);
+  const auto tokenizer = engine::tokenizer::of_model(folder);
   engine::require_agreement(folder, config, tokenizer.vocab_size());
   std::vector<engine::token_t> tokens = tokenizer.encode(prompt);
   if (tokenizer.bos()) tokens.insert(tokens.begin(), *tokenizer.bos());

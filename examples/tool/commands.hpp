@@ -9,6 +9,7 @@
 #include "engine/config.hpp"
 #include "engine/tokenizer.hpp"
 #include "tool/eval/document.hpp"
+#include "tool/eval/evaluate.hpp"
 #include "tool/eval/questions.hpp"
 #include "tool/methods/method_cache.hpp"
 
@@ -42,6 +43,11 @@ struct eval_options : document_options {
   std::vector<std::string> settings, varied;
 };
 
+struct agree_options : eval_options {
+  agree_options() { count = "4"; }
+  std::string prompt = "2048", steps = "128";
+};
+
 struct heads_options {
   eval_options documents;  ///< those that choose questions, and the model
   std::string out, sinks = "4", recent = "256";
@@ -64,9 +70,14 @@ struct calibrate_options : document_options {
 void list_methods(const list_options& given);
 void run_prompt(const run_options& given);
 void evaluate(const eval_options& given);
+void agree(const agree_options& given);
 void compress_file(const compress_file_options& given);
 void calibrate(const calibrate_options& given);
 void find_heads(const heads_options& given);
+
+/// Every method at every budget; a method without a budget, or with a profile, once. Errors: what the options ask for
+/// makes no sense.
+std::vector<variant> parse_variants(const eval_options& given);
 
 /// The questions of `eval` and `heads`: the user's, or documents that the tool makes.
 class question_source {

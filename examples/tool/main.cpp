@@ -54,7 +54,9 @@ void add_method(CLI::App& command, tool::method_options& to) {
 }
 
 void add_model(CLI::App& command, std::string& model, std::string& dtype) {
-  add_text(command, "--model", "FOLDER", model, "folder with config.json, safetensors and tokenizer.model")->required();
+  add_text(command, "--model", "FOLDER", model,
+           "folder with config.json, safetensors and tokenizer.model; or a .gguf file")
+      ->required();
   add_text(command, "--dtype", "fp32|fp16|bf16", dtype, "what the cache stores: fp32 (CPU only), fp16 or bf16");
 }
 
@@ -116,6 +118,32 @@ void add_documents(CLI::App& command, tool::eval_options& given) {
   for (CLI::Option* unused : {suite, families, context, count, seed, text, tasks}) questions->excludes(unused);
 }
 
+void add_agree(CLI::App& app) {
+  auto given = std::make_shared<tool::agree_options>();
+  given->text = TESSERA_DATA_DIR "/opticks.txt";
+  CLI::App* command = app.add_subcommand(
+      "agree",
+      "Gives a model the same text with compressed caches and with the full one, token by token, and says how far\n"
+      "the predictions of the next token are apart.");
+  add_model(*command, given->model, given->dtype);
+  add_text(*command, "--methods", "NAME,...", given->methods, "methods, separated by commas; full is always there")
+      ->required();
+  add_text(*command, "--budgets", "NUMBER,...", given->budgets,
+           "tokens per KV head, separated by commas; `tessera list` shows each method's range");
+  add_settings(*command, given->settings,
+               "a parameter, for every method that has it, or METHOD.NAME=VALUE for one; may be given several times");
+  add_text(*command, "--text", "FILE", given->text, "text that the pieces are cut from; - is standard input");
+  add_text(*command, "--prompt", "2..16777216", given->prompt, "tokens of a piece that are its prompt");
+  add_text(*command, "--steps", "1..16777216", given->steps, "tokens behind it, which are predicted and then given");
+  add_text(*command, "--count", "1..1000000", given->count, "pieces, at even distances over the text");
+  add_text(*command, "--backend", "cpu|cuda", given->backend, "where to compute: cpu or cuda");
+  add_threads(*command, given->threads);
+  add_text(*command, "--json", "FILE", given->json, "write the result as JSON, too");
+  command->footer(
+      "Example:\n  tessera agree --model examples/model --methods snapkv,rocketkv --budgets 128,256 --prompt 1024");
+  command->callback([given] { tool::agree(*given); });
+}
+
 void add_eval(CLI::App& app) {
   auto given = std::make_shared<tool::eval_options>();
   CLI::App* command = app.add_subcommand(
@@ -157,7 +185,8 @@ void add_calibrate(CLI::App& app) {
       "calibrate",
       "Measures over many prompts what each head keeps where a layer keeps its best tokens, whichever head\n"
       "they belong to, and writes a profile by which tangram gives every head a share of its own.");
-  add_text(*command, "--model", "FOLDER", given->model, "folder with config.json, safetensors and tokenizer.model")
+  add_text(*command, "--model", "FOLDER", given->model,
+           "folder with config.json, safetensors and tokenizer.model; or a .gguf file")
       ->required();
   add_text(*command, "--method", "NAME", given->method, "a method that ranks the prompt's tokens");
   add_text(*command, "--share", "1e-6..1", given->share, "of its tokens that a layer keeps");
@@ -223,7 +252,7 @@ void add_heads(CLI::App& app) {
       "Finds out which KV heads of a model look far back while it answers questions about long documents, and\n"
       "writes a profile of them for duo_attention.");
   add_text(*command, "--model", "FOLDER", given->documents.model,
-           "folder with config.json, safetensors and tokenizer.model")
+           "folder with config.json, safetensors and tokenizer.model; or a .gguf file")
       ->required();
   add_documents(*command, given->documents);
   add_text(*command, "--sinks", "0..16777216", given->sinks, "first tokens that a streaming head keeps");
@@ -300,6 +329,7 @@ int run(int count, char** arguments) {
   add_list(app);
   add_run(app);
   add_eval(app);
+  add_agree(app);
   add_compress(app);
   add_calibrate(app);
   add_heads(app);

@@ -333,7 +333,7 @@ llama& llama::operator=(llama&&) noexcept = default;
 llama::~llama() = default;
 
 llama llama::load(const std::filesystem::path& directory) {
-  llama_config config = load_config(directory / "config.json");
+  llama_config config = config_of_model(directory);
   require_agreement(directory, config, checkpoint::open(directory));
   checkpoint_weights weights(directory);
   return llama(std::make_unique<state>(std::move(config), weights));

@@ -77,6 +77,9 @@ class cuda_runner final : public runner {
               const engine::prefill_options& options) override {
     model_.reread(prompt, device_cache(cache), options);
   }
+  std::vector<float> decode(std::span<const engine::token_t> tokens, method_cache& cache) override {
+    return model_.decode(tokens, device_cache(cache));
+  }
   std::vector<engine::token_t> extend(std::span<const float> logits, method_cache& cache,
                                       const engine::generate_options& options) override {
     return model_.extend(logits, device_cache(cache), options);

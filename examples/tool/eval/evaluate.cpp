@@ -93,6 +93,12 @@ engine::prefill_options evaluation::ticking() const {
 }
 
 void evaluation::ask_all(const std::string& family, const std::vector<planned_turn>& turns) {
+  prompt_all(turns, [&](std::size_t variant, std::vector<float> logits, method_cache& cache) {
+    answer(variant, family, turns, std::move(logits), cache);
+  });
+}
+
+void evaluation::prompt_all(const std::vector<planned_turn>& turns, const visitor& visit) {
   std::vector<std::unique_ptr<method_cache>> shared;
   for (const std::size_t first : first_of_method_) shared.push_back(empty_cache(variants_[first], turns));
   const std::vector<std::uint8_t> boundaries = tokenizer_.boundaries(turns[0].prompt);
@@ -106,14 +112,14 @@ void evaluation::ask_all(const std::string& family, const std::vector<planned_tu
     if (cache_of_variant_[i] == own_prefill) {  // what it drops on the way changes what the model sees
       const auto own = empty_cache(variants_[i], turns);
       own->announce(index_t(turns[0].prompt.size()));
-      const std::vector<float> own_logits = model_.prefill(turns[0].prompt, *own, options);
-      answer(i, family, turns, own_logits, *own);
+      std::vector<float> own_logits = model_.prefill(turns[0].prompt, *own, options);
+      visit(i, std::move(own_logits), *own);
       continue;
     }
     const auto cache = shared[cache_of_variant_[i]]->clone();
     if (variants_[i].budget) cache->set_budget(*variants_[i].budget);
     cache->end_prefill();
-    answer(i, family, turns, logits[cache_of_variant_[i]], *cache);
+    visit(i, logits[cache_of_variant_[i]], *cache);
   }
 }
 

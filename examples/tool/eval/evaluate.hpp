@@ -74,6 +74,11 @@ class evaluation {
   /// What `tick` throws (see `call_often`) leaves the cells as they were before the conversation.
   void run(const std::string& family, const std::vector<planned_turn>& turns);
 
+  /// Passes the first turn's prompt through the model for every variant, as `run` does, and hands each variant's cache and
+  /// the logits behind the prompt to `visit(variant, logits, cache)`, in the variants' order.
+  using visitor = std::function<void(std::size_t, std::vector<float>, method_cache&)>;
+  void prompt_all(const std::vector<planned_turn>& turns, const visitor& visit);
+
   /// Called after every chunk of a prompt and every token of an answer.
   void call_often(std::function<void()> tick) { tick_ = std::move(tick); }
 

@@ -19,8 +19,8 @@ void find_heads(const heads_options& given) {
   const auto workers = make_workers(given.documents.threads);
   engine::require_writable(given.out);
   const std::filesystem::path folder = given.documents.model;
-  const engine::llama_config config = engine::load_config(folder / "config.json");
-  const auto tokenizer = engine::tokenizer::load(folder / "tokenizer.model");
+  const engine::llama_config config = engine::config_of_model(folder);
+  const auto tokenizer = engine::tokenizer::of_model(folder);
   engine::require_agreement(folder, config, tokenizer.vocab_size());
   const auto conversations = std::move(source).conversations(config, tokenizer);
   std::vector<std::vector<planned_turn>> plans;

@@ -109,8 +109,8 @@ void calibrate(const calibrate_options& given) {
   const auto workers = make_workers(given.threads);
   engine::require_writable(given.out);
   const std::filesystem::path folder = given.model;
-  const engine::llama_config config = engine::load_config(folder / "config.json");
-  const auto tokenizer = engine::tokenizer::load(folder / "tokenizer.model");
+  const engine::llama_config config = engine::config_of_model(folder);
+  const auto tokenizer = engine::tokenizer::of_model(folder);
   engine::require_agreement(folder, config, tokenizer.vocab_size());
   documents.fit(config.max_position_embeddings, tokenizer);
   const std::string text = engine::read_text_file(documents.text);
