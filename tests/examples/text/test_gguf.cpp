@@ -1,0 +1,145 @@
+// GGUF files: blocks against another package's numbers, whole models against their safetensors, and bytes that lie.
+#include <random>
+#include <span>
+#include <string>
+#include <tessera/core/error.hpp>
+#include <vector>
+
+#include "catch.hpp"
+#include "engine/files/gguf.hpp"
+#include "engine/tokenizer.hpp"
+#include "examples/naive_cache.hpp"
+#include "examples/naive_model.hpp"
+#include "gguf_bytes.hpp"
+
+using namespace engine_tests;
+using engine::gguf_file;
+
+namespace {
+
+gguf_file parsed(const std::string& bytes) {
+  return gguf_file::parse(std::as_bytes(std::span(bytes.data(), bytes.size())));
+}
+
+/// A tiny model as llama.cpp's converter writes it: rows of queries and keys in the order of interleaved RoPE.
+std::string model_bytes(const tensors& weights, bool tied) {
+  gguf_bytes file;
+  file.text("general.architecture", "llama");
+  for (const auto& [key, value] : {std::pair{"embedding_length", 96},
+                                   {"feed_forward_length", 80},
+                                   {"block_count", 3},
+                                   {"attention.head_count", 4},
+                                   {"attention.head_count_kv", 2},
+                                   {"attention.key_length", 64},
+                                   {"context_length", 200},
+                                   {"rope.dimension_count", 64}})
+    file.count(std::string("llama.") + key, std::uint32_t(value));
+  file.number("llama.attention.layer_norm_rms_epsilon", 1e-5f);
+  file.number("llama.rope.freq_base", 1000);
+  std::vector<std::string> tokens;
+  for (int id = 0; id < 61; ++id) tokens.push_back("t" + std::to_string(id));
+  file.texts("tokenizer.ggml.tokens", tokens);
+  const std::map<std::string, std::string> names{
+      {"input_layernorm.weight", "attn_norm"}, {"post_attention_layernorm.weight", "ffn_norm"},
+      {"self_attn.q_proj.weight", "attn_q"},   {"self_attn.k_proj.weight", "attn_k"},
+      {"self_attn.v_proj.weight", "attn_v"},   {"self_attn.o_proj.weight", "attn_output"},
+      {"mlp.gate_proj.weight", "ffn_gate"},    {"mlp.up_proj.weight", "ffn_up"},
+      {"mlp.down_proj.weight", "ffn_down"}};
+  for (const auto& [name, item] : weights) {
+    std::string own = name == "model.embed_tokens.weight" ? "token_embd.weight" : "output_norm.weight";
+    if (name == "lm_head.weight") own = "output.weight";
+    if (name.starts_with("model.layers."))
+      own = "blk." + name.substr(13, 1) + "." + names.at(name.substr(15)) + ".weight";
+    std::vector<float> values = item.values;
+    if (name.find("q_proj") != std::string::npos || name.find("k_proj") != std::string::npos) {
+      const std::int64_t width = item.shape[1];
+      for (std::int64_t row = 0; row < item.shape[0]; ++row) {
+        const std::int64_t head = row / 64, element = row % 64 / 2, half = row % 2;
+        std::copy_n(item.values.begin() + (head * 64 + half * 32 + element) * width, width,
+                    values.begin() + row * width);
+      }
+    }
+    file.tensor(own, item.shape, values);
+  }
+  CHECK(tied == (weights.count("lm_head.weight") == 0));
+  return file.bytes();
+}
+
+}  // namespace
+
+TEST_CASE("blocks of every type are the numbers that another package makes of them") {
+  const auto file = gguf_file::open(std::string(TESSERA_SOURCE_DIR) + "/tests/fixtures/gguf/blocks.gguf");
+  int types = 0;
+  for (const auto& [name, tensor] : file.tensors()) {
+    if (name.ends_with(".expected")) continue;
+    CAPTURE(name);
+    CHECK(tensor.encoding->name == name);
+    CHECK(file.to_fp32(name) == file.to_fp32(name + ".expected"));
+    ++types;
+  }
+  CHECK(types == 12);
+  CHECK(std::get<std::vector<double>>(*file.value("numbers")) == std::vector<double>{1.5, -2});
+  CHECK(std::get<std::vector<std::int64_t>>(*file.value("wholes")) == std::vector<std::int64_t>{3, -4});
+  CHECK(file.texts("texts") == std::vector<std::string>{"one", "two"});
+  CHECK(std::get<bool>(*file.value("flag")));
+}
+
+TEST_CASE("a model in a GGUF file is the model of its safetensors, to the bit") {
+  for (const bool tied : {true, false}) {
+    tiny made(tied);
+    const auto path = made.folder / "model.gguf";
+    made.folder.write("model.gguf", model_bytes(made.weights, tied));
+    llama loaded = llama::load(path, made.workers);
+    CHECK(loaded.config().head_dim == 64);
+    CHECK(loaded.config().tie_word_embeddings == tied);
+    naive_cache first(made.model.config()), second(made.model.config());
+    const auto tokens = some_tokens(23);
+    CHECK(made.model.prefill(tokens, first) == loaded.prefill(tokens, second));
+  }
+}
+
+TEST_CASE("what a GGUF file lacks, or has of another kind, is refused in a sentence with its path") {
+  const temporary_folder folder;
+  const auto refused = [&](const gguf_bytes& file, const std::string& sentence) {
+    folder.write("a.gguf", file.bytes());
+    CHECK_THROWS_WITH(engine::config_of_model(folder / "a.gguf"), contains("a.gguf: ") && contains(sentence));
+  };
+  gguf_bytes file;
+  refused(file, "\"general.architecture\" is missing");
+  file.text("general.architecture", "mamba");
+  refused(file, "architecture of the file is mamba; expected llama");
+  gguf_bytes scaled;
+  scaled.text("general.architecture", "llama");
+  scaled.text("llama.rope.scaling.type", "yarn");
+  refused(scaled, "llama.rope.scaling.type is given; expected none");
+  gguf_bytes pieces;
+  pieces.text("tokenizer.ggml.model", "llama");
+  folder.write("b.gguf", pieces.bytes());
+  CHECK_THROWS_WITH(engine::tokenizer::of_model(folder / "b.gguf"), contains("expected gpt2"));
+  folder.write("c.gguf", "GGUF");
+  CHECK_THROWS_WITH(gguf_file::open(folder / "c.gguf"), contains("c.gguf") && contains("rest of the file"));
+}
+
+TEST_CASE("a GGUF file that is cut, or has a byte changed, is refused or read, and nothing else") {
+  gguf_bytes file;
+  put_tokenizer(file, {{"a", "b"}, {"ab", "c"}}, "smollm");
+  file.tensor("one", {2, 3}, {1, 2, 3, 4, 5, 6});
+  file.tensor("two", {4}, {1, 2, 3, 4});
+  const std::string whole = file.bytes();
+  CHECK(parsed(whole).to_fp32("one") == std::vector<float>{1, 2, 3, 4, 5, 6});
+  CHECK(parsed(whole).find("two")->shape == std::vector<std::int64_t>{4});
+  std::mt19937 random(3);
+  int read = 0;
+  for (std::size_t size = 0; size < whole.size() - 16; size += 1 + random() % 5)
+    CHECK_THROWS_AS(parsed(whole.substr(0, size)), tessera::error);
+  for (int i = 0; i < 4000; ++i) {
+    std::string changed = whole;
+    changed[random() % changed.size()] = char(random());
+    try {
+      const gguf_file got = parsed(changed);
+      for (const auto& [name, tensor] : got.tensors()) read += !got.to_fp32(name).empty();
+    } catch (const tessera::error&) {
+    }
+  }
+  CHECK(read > 1000);
+}
