@@ -47,9 +47,15 @@ struct sequence_state {
     const index_t taken = front().next_position + tokens;
     return budgets.fitted(recipe, {taken, taken - answer_began});
   }
-  /// Adopts what shares come to in a step that takes `tokens` more.
+  /// Adopts what shares come to in a step that takes `tokens` more; 0: no step, which gives an announced prompt its plan
+  /// back.
   void follow_shares(const Recipe& recipe, index_t tokens) {
-    if (budgets.options().has_shares()) policies.follow_step(with_budgets(recipe, tokens));
+    if (!budgets.options().has_shares()) return;
+    if (tokens == 0 && announced > 0) {
+      policies = plan(recipe, front().next_position - front().turn_tokens + announced);
+    } else {
+      policies.follow_step(with_budgets(recipe, tokens));
+    }
   }
 
   /// Forgets the step that `begin_step` began; its tokens have been taken back.
