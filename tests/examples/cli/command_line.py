@@ -21,8 +21,8 @@ from small_files import safetensors, write_model
 
 
 def check_help(checks):
-    checks.works("--help", "list", "run", "eval", "compress")
-    for command in ("list", "run", "eval", "compress", "calibrate", "heads"):
+    checks.works("--help", "list", "run", "eval", "agree", "compress")
+    for command in ("list", "run", "eval", "agree", "compress", "calibrate", "heads"):
         checks.works(f"{command} --help", "Example:", f"tessera {command}")
     checks.works("calibrate --help", "1..16777216")
     checks.works("list", "snapkv", "arXiv:2404.14469", "window=32", "cpu")
@@ -32,7 +32,7 @@ def check_help(checks):
     for method in listed["methods"]:
         names = [parameter["name"] for parameter in method["parameters"]]
         checks.require(len(set(names)) == len(names), "list --json", f"{method['name']} has parameters twice: {names}")
-    checks.refuses("", "command is missing", "list, run, eval, compress, calibrate, heads")
+    checks.refuses("", "command is missing", "list, run, eval, agree, compress, calibrate, heads")
     checks.refuses("lists", "command is 'lists'", "did you mean list?")
     checks.refuses(["\x1b[2J"], "command is '\\x1b[2J'")
     checks.refuses(["x" * 5000], "x...'")
@@ -127,6 +127,21 @@ def documents_nobody_can_make():
             ("--context", "0", "--context is '0'"), ("--context", "4096", "--context is 4096", "512"),
             ("--seed", "x", "--seed is 'x'"), ("--tasks", "absent", "absent"),
             ("--families", "single,long_answer --context 100", "long_answer"))
+
+
+def check_agree(checks):
+    base = "agree --model model --methods snapkv,h2o --budgets 40,64"
+    checks.works(f"{base} --prompt 200 --steps 6 --count 2 --json report", "full", "snapkv/40", "perplexity", "KL mean", "2 pieces")
+    report = json.loads((checks.folder / "report").read_text())
+    assert [row["method"] for row in report] == ["full", "snapkv", "snapkv", "h2o", "h2o"], report
+    assert report[0]["kl_mean"] == 0 and report[0]["same_top"] == 1 and all(row["steps"] == 12 for row in report), report
+    assert all(len(row["kl_by_step"]) == 6 for row in report), report
+    (checks.folder / "report").unlink()
+    checks.refuses(f"{base} --prompt 1", "--prompt is '1'")
+    checks.refuses(f"{base} --prompt 100000000 --steps 1", "the model's context")
+    checks.refuses(f"{base} --text questions --prompt 400 --steps 10", "tokens of the text", "a smaller --prompt or --steps")
+    (checks.folder / "bad.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    checks.refuses("agree --model bad.gguf --methods full", "bad.gguf", "rest of the file")
 
 
 def check_eval(checks):
@@ -323,6 +338,7 @@ def main():
         compress.check_compress_more(checks)
         check_run(checks)
         check_eval(checks)
+        check_agree(checks)
         check_heads(checks)
         check_calibrate(checks)
         check_model(checks)

@@ -47,7 +47,7 @@ struct sequence_state {
     const index_t taken = front().next_position + tokens;
     return budgets.fitted(recipe, {taken, taken - answer_began});
   }
-  /// Adopts what shares come to in a step that takes `tokens` more; 0: no step, which gives an announced prompt its plan
+  /// Adopts what shares come to in a step that takes `tokens` more; 0: no step, and an announced prompt gets its plan
   /// back.
   void follow_shares(const Recipe& recipe, index_t tokens) {
     if (!budgets.options().has_shares()) return;
