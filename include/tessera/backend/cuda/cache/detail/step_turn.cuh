@@ -162,9 +162,9 @@ class step_turn {
   /// The host's part of a step of accepted tokens.
   void plan_accepted(const batch& step, const host_vector<accepted_tokens>& accepted,
                      const conversations<Recipe>& known, cudaStream_t stream) {
-    prepare(step, known, stream);
     parts_.drafts.set_nodes(
         accepted, [&](const host_vector<index_t>& nodes, index_t* to) { step_table::write(nodes, to, stream); });
+    prepare(step, known, stream);  // last: it notes what the step appends
   }
   /// The device's part: everything of the step but its outputs.
   void commit_accepted(const Recipe& recipe, const batch& step, const planned<Recipe>& policies, cudaStream_t stream) {
