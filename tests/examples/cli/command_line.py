@@ -138,7 +138,7 @@ def check_agree(checks):
     assert all(len(row["kl_by_step"]) == 6 for row in report), report
     (checks.folder / "report").unlink()
     checks.refuses(f"{base} --prompt 1", "--prompt is '1'")
-    checks.refuses(f"{base} --prompt 100000000 --steps 1", "the model's context")
+    checks.refuses(f"{base} --prompt 16000 --steps 1", "the model's context")
     checks.refuses(f"{base} --text questions --prompt 400 --steps 10", "tokens of the text", "a smaller --prompt or --steps")
     (checks.folder / "bad.gguf").write_bytes(b"GGUF\x03\0\0\0")
     checks.refuses("agree --model bad.gguf --methods full", "bad.gguf", "rest of the file")

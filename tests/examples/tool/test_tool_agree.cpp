@@ -54,7 +54,7 @@ TEST_CASE("at a budget that covers everything every method predicts what the ful
     INFO(compared.variants()[i].method->name);
     CHECK(sum.steps == 12);
     CHECK(sum.same == 12);
-    CHECK(sum.mean_divergence() < 1e-8);
+    CHECK(sum.mean_divergence() < 1e-6);  // of float log-probabilities
     CHECK(sum.perplexity() == Approx(compared.sums()[0].perplexity()).epsilon(1e-5));
   }
   CHECK(compared.sums()[0].divergence_of(1) == 0);
