@@ -1,6 +1,8 @@
 #include "config.hpp"
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <tessera/core/error.hpp>
@@ -184,19 +186,34 @@ llama_config load_config(const std::filesystem::path& path) {
 
 namespace {
 
+/// Whether the engine computes with a tensor of that name. One that it passed over would make other numbers.
+bool is_of_llama(std::string_view name) {
+  constexpr std::string_view whole[] = {"token_embd.weight", "output_norm.weight", "output.weight"};
+  constexpr std::string_view parts[] = {"attn_norm", "attn_q",   "attn_k", "attn_v",  "attn_output",
+                                        "ffn_norm",  "ffn_gate", "ffn_up", "ffn_down"};
+  if (std::find(std::begin(whole), std::end(whole), name) != std::end(whole)) return true;
+  const std::size_t dot = name.starts_with("blk.") ? name.find('.', 4) : std::string_view::npos;
+  if (dot == std::string_view::npos || !name.ends_with(".weight")) return false;
+  const std::string_view part = name.substr(dot + 1, name.size() - dot - 1 - std::string_view(".weight").size());
+  return std::find(std::begin(parts), std::end(parts), part) != std::end(parts);
+}
+
 // What a GGUF file says of a model, in the words of config.json.
 std::string config_text(const gguf_file& file) {
   const std::string& architecture = file.text("general.architecture");
   tessera::require(architecture == "llama", "architecture of the file", printable(architecture), "llama",
                    "use a model of the Llama architecture");
   const std::string place = architecture + ".";
-  for (const char* key : {"llama.rope.scaling.type", "llama.rope.scale_linear"}) {
-    const gguf_value* value = file.value(key);
-    const auto* type = value ? std::get_if<std::string>(value) : nullptr;
-    tessera::require(!value || (type && *type == "none"), key, "given", "none", cure_model);
+  // Whoever reads such a file stretches RoPE linearly where only a factor is given.
+  const gguf_value* scaling = file.value("llama.rope.scaling.type");
+  const bool is_plain =
+      scaling && std::holds_alternative<std::string>(*scaling) && std::get<std::string>(*scaling) == "none";
+  for (const char* key : {"llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.rope.scale_linear"})
+    tessera::require(is_plain || !file.value(key), key, "given", "none", cure_model);
+  for (const auto& [name, tensor] : file.tensors()) {
+    tessera::require(is_of_llama(name), "tensor \"" + printable(name) + "\"", "given",
+                     "none but those of a Llama model without biases, experts or stretched RoPE", cure_model);
   }
-  tessera::require(!file.find("rope_freqs.weight"), "tensor \"rope_freqs.weight\"", "given",
-                   "none: RoPE that is not stretched", "use the model's safetensors, or one without it");
   json object;
   object["model_type"] = "llama";
   object["hidden_act"] = "silu";

@@ -160,7 +160,7 @@ void word_cutter::cut(std::string_view text, std::vector<std::string_view>& into
 std::vector<std::string_view> word_cutter::words(std::string_view text) const {
   // Everything matches some expression, so the first match looks at all of the text for bytes that are no UTF-8.
   std::size_t seen = 0;
-  each_match(pattern_->words.get(), text.substr(0, text.size()), false, [&](std::size_t, std::size_t) { ++seen; });
+  each_match(pattern_->words.get(), text, false, [&](std::size_t, std::size_t) { ++seen; });
   std::vector<std::string_view> all;
   all.reserve(seen);
   if (!pattern_->digits) {

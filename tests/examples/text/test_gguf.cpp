@@ -112,6 +112,17 @@ TEST_CASE("what a GGUF file lacks, or has of another kind, is refused in a sente
   scaled.text("general.architecture", "llama");
   scaled.text("llama.rope.scaling.type", "yarn");
   refused(scaled, "llama.rope.scaling.type is given; expected none");
+  gguf_bytes stretched;
+  stretched.text("general.architecture", "llama");
+  stretched.number("llama.rope.scaling.factor", 4);
+  refused(stretched, "llama.rope.scaling.factor is given; expected none");
+  for (const std::string name :
+       {"blk.0.attn_q.bias", "blk.0.ffn_gate_inp.weight", "rope_freqs.weight", "blk.0.attn_q_norm.weight"}) {
+    gguf_bytes other;
+    other.text("general.architecture", "llama");
+    other.tensor(name, {4}, {1, 2, 3, 4});
+    refused(other, "tensor \"" + name + "\" is given; expected none but those of a Llama model");
+  }
   gguf_bytes pieces;
   pieces.text("tokenizer.ggml.model", "llama");
   folder.write("b.gguf", pieces.bytes());
