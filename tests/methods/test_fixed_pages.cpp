@@ -23,8 +23,7 @@ void as_over_runs() {
   const auto workers = std::make_shared<cpu::executor>(2);
   const settings chosen = small_settings(method);
   const auto over_runs = make_cache(chosen, layout_shape, workers);
-  cache_of<Recipe> over_pages(
-      cache<Recipe>(support::called_shape<Recipe>(layout_shape), configured<Recipe>(chosen), workers));
+  cache_in_layout<Recipe> over_pages(chosen, workers);
   hold_the_same_conversation(over_pages, data, *over_runs, data,
                              [](const auto& got, const auto& expected) { REQUIRE(support::same_bits(got, expected)); });
   CHECK(over_pages.bytes_read(0) == over_runs->bytes_read(0));

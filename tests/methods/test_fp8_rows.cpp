@@ -37,8 +37,7 @@ void as_over_decoded_rows() {
   const auto workers = std::make_shared<cpu::executor>(2);
   const settings chosen = small_settings(method);
   const auto plain = make_cache(chosen, layout_shape, workers);
-  cache_of<Recipe> encoded(
-      cache<Recipe>(support::called_shape<Recipe>(layout_shape), configured<Recipe>(chosen), workers));
+  cache_in_layout<Recipe> encoded(chosen, workers);
   hold_the_same_conversation(encoded, data, *plain, held, [](const auto& got, const auto& expected) {
     for (std::size_t i = 0; i < got.size(); ++i) REQUIRE(std::abs(got[i] - expected[i]) <= 2e-5f);
   });

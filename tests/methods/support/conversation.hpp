@@ -14,7 +14,8 @@ struct turn {
   std::vector<index_t> chunks{};  // the prompt's, for a cache that gets it in several
 };
 
-inline void prefill(any_cache& cache, index_t id, const model_data& data, index_t first, index_t count) {
+template <class Cache>
+void prefill(Cache& cache, index_t id, const model_data& data, index_t first, index_t count) {
   for (index_t layer = 0; layer < data.shape.layers; ++layer) {
     cache.prefill(layer, id, data.queries(layer, first, count), data.keys(layer, first, count),
                   data.values(layer, first, count));
@@ -22,7 +23,8 @@ inline void prefill(any_cache& cache, index_t id, const model_data& data, index_
 }
 
 /// Outputs and log-sum-exps of one step in all layers, one after another.
-inline std::vector<float> decode(any_cache& cache, index_t id, const model_data& data, index_t first, index_t count) {
+template <class Cache>
+std::vector<float> decode(Cache& cache, index_t id, const model_data& data, index_t first, index_t count) {
   const std::size_t rows = std::size_t(data.shape.layers * count * data.shape.q_heads);
   std::vector<float> results(rows * (dim + 1), 1e9f);
   for (index_t layer = 0; layer < data.shape.layers; ++layer) {
@@ -37,10 +39,9 @@ inline std::vector<float> decode(any_cache& cache, index_t id, const model_data&
 
 /// Prompts of several turns with steps of one and of several tokens; `compare_results(results, others)`. The first
 /// cache's sequence has `options`.
-template <class Compare>
-void hold_the_same_conversation(any_cache& cache, const model_data& data, any_cache& other,
-                                const model_data& other_data, Compare&& compare_results,
-                                const tessera::sequence_options& options = {}) {
+template <class Cache, class Compare>
+void hold_the_same_conversation(Cache& cache, const model_data& data, any_cache& other, const model_data& other_data,
+                                Compare&& compare_results, const tessera::sequence_options& options = {}) {
   const index_t id = cache.open(options);
   REQUIRE(other.open() == id);
   cache.trace_attended(true);

@@ -66,6 +66,9 @@ class draft_calls : public prompt_calls {
       ids.push_back(call.ids[b]);
       lengths.push_back(index_t(call.nodes[b].size()));
     }
+    // A step of several tokens must read them all. To accept them reads nothing, so there is no step to compare with.
+    for (std::size_t b = 0; b < ids.size(); ++b)
+      if (const index_t read = cache_->plan(ids[b]).read; read > 0 && read < lengths[b]) return false;
     turn_ = 0;
     auto drafted = cache_->copy();
     try {

@@ -161,6 +161,7 @@ class prompt_calls : public compared_caches {
     std::optional<bool> allowed =
         held && is_layer(call.layer) && shapes && !held->is_between_layers && !has_ended(*held, call.layer);
     if (*allowed && queries < tokens) allowed.reset();  // as the scorer needs
+    if (held && is_layer(call.layer) && is_amid_step(*held, call.layer)) allowed = false;
     if (held && limits_.tokens > 0 && tokens > limits_.tokens) allowed = false;
     if (allowed.value_or(true) && held->announced > 0 && held->turn[std::size_t(call.layer)] + tokens > held->announced)
       allowed = false;
@@ -175,6 +176,14 @@ class prompt_calls : public compared_caches {
     held->next[std::size_t(call.layer)] += tokens;
     held->turn[std::size_t(call.layer)] += tokens;
     return true;
+  }
+
+  /// Whether a prompt would begin in a layer while some layers have a step that others have not.
+  static bool is_amid_step(const sequence& held, index_t layer) {
+    const auto own = std::size_t(layer);
+    for (std::size_t l = 0; held.turn[own] == 0 && l < held.next.size(); ++l)
+      if (held.turn[l] == 0 && held.next[l] != held.next[own]) return true;
+    return false;
   }
 
   bool attend_prompt(const cache_call& call) {

@@ -153,8 +153,10 @@ class conversations {
     return c.plan(recipe, c.front().next_position + tokens);
   }
   void announce(index_t id, index_t tokens, const planned<Recipe>& policies) {
-    find(id).announced = tokens;
-    find(id).policies = policies;
+    conversation& c = find(id);
+    c.announced = tokens;
+    c.announced_at = c.front().next_position;
+    c.policies = policies;
   }
 
   prompt_reach reach(sequence_layer owner) const { return progress(owner).reach(); }

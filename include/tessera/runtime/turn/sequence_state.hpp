@@ -25,6 +25,7 @@ struct sequence_state {
   host_vector<layer_progress> layers;
   index_t answer_began = 0;  ///< the position of the turn's first decoded token
   index_t announced = 0;     ///< tokens of the turn's prompt; 0: not announced
+  index_t announced_at = 0;  ///< the position at which it was announced; steps may come before its first chunk
   index_t step_tokens = 0;   ///< of the step that `begin_step` began
   bool is_cut = false;       ///< `truncate` cut an ended prompt: the next call is a prompt's
 
@@ -41,18 +42,21 @@ struct sequence_state {
   void follow_budget(const Recipe& recipe) {
     policies.follow(budgets.fitted(recipe, {policies.plan.prompt, 0}));
     ended_policies.follow(budgets.fitted(recipe, {ended_policies.plan.prompt, 0}));
+    if (open && announced == 0 && front().turn_tokens == 0) follow_shares(recipe, 0);
   }
   /// The recipe with this sequence's budgets in a step that takes `tokens` more; 0: now.
   Recipe with_budgets(const Recipe& recipe, index_t tokens = 0) const {
     const index_t taken = front().next_position + tokens;
     return budgets.fitted(recipe, {taken, taken - answer_began});
   }
-  /// Adopts what shares come to in a step that takes `tokens` more; 0: no step, and an announced prompt gets its plan
-  /// back.
+  /// Adopts what shares come to in a step that takes `tokens` more; 0: no step, and a prompt that was announced here gets
+  /// its plan back.
   void follow_shares(const Recipe& recipe, index_t tokens) {
     if (!budgets.options().has_shares()) return;
-    if (tokens == 0 && announced > 0) {
-      policies = plan(recipe, front().next_position - front().turn_tokens + announced);
+    const index_t began = front().next_position - front().turn_tokens;
+    announced_at = (std::min)(announced_at, began);  // what lay before may have been taken back
+    if (tokens == 0 && announced > 0 && began == announced_at) {
+      policies = plan(recipe, began + announced);
     } else {
       policies.follow_step(with_budgets(recipe, tokens));
     }
@@ -66,10 +70,17 @@ struct sequence_state {
             front().next_position - answer_began + tokens, tokens};
   }
 
-  /// Errors   `tokens` more are too many for a layer's prompt: tessera::error.
+  /// Errors   `tokens` more are too many for a layer's prompt, or its first chunk comes while layers have a step that others
+  ///          have not: tessera::error.
   void check_chunk_tokens(index_t layer, index_t tokens) const {
     const layer_progress& state = layers[std::size_t(layer)];
     state.require_positions(tokens);
+    for (const layer_progress& other : layers) {
+      if (state.turn_tokens > 0 || other.turn_tokens > 0 || other.next_position == state.next_position) continue;
+      fail("tokens of a layer", other.next_position,
+           "those of layer " + std::to_string(layer) + ", which are " + std::to_string(state.next_position),
+           "finish the step in every layer before a prompt begins");
+    }
     require(announced == 0 || state.turn_tokens + tokens <= announced, "tokens of this turn",
             state.turn_tokens + tokens, "at most those that were announced, which are " + std::to_string(announced),
             "announce the whole prompt before its first chunk");

@@ -79,7 +79,10 @@ class decode_attention {
     const memory arrays(*this, workspace);
     const detail::decode_scratch scratch{arrays.pieces, arrays.arrived, arrays.out,
                                          arrays.state,  rows_,          slots_of_block()};
-    entry_.launch({.blocks = dim3(unsigned(blocks_), unsigned(query_blocks)),
+    // Blocks of all query rows run at the same time: what one of them reads of K and V the others find in the L2. A
+    // split made ahead has its number of blocks.
+    const index_t pieces = Split == decode_split::ahead ? blocks_ : (std::max<index_t>)(1, blocks_ / query_blocks);
+    entry_.launch({.blocks = dim3(unsigned(pieces), unsigned(query_blocks)),
                    .threads = dim3(unsigned(threads_)),
                    .shared_bytes = std::size_t(shared_bytes_),
                    .overlapping = entry_.overlaps()},
