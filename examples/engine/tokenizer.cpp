@@ -57,6 +57,11 @@ class sentence_pieces final : public vocabulary {
   token_t size() const override { return processor_->GetPieceSize(); }
   std::optional<token_t> bos() const override { return if_defined(processor_->bos_id()); }
   std::optional<token_t> eos() const override { return if_defined(processor_->eos_id()); }
+  std::optional<token_t> control(std::string_view name) const override {
+    const int id = processor_->PieceToId({name.data(), name.size()});  // that of <unk> where there is none
+    const bool is_it = processor_->IsControl(id) && processor_->IdToPiece(id) == name;
+    return is_it ? std::optional<token_t>(id) : std::nullopt;
+  }
 
  private:
   std::unique_ptr<sentencepiece::SentencePieceProcessor> processor_;
@@ -119,6 +124,7 @@ std::vector<std::uint8_t> tokenizer::boundaries(std::span<const token_t> tokens)
 
 std::optional<token_t> tokenizer::bos() const { return pieces_->bos(); }
 std::optional<token_t> tokenizer::eos() const { return pieces_->eos(); }
+std::optional<token_t> tokenizer::control(std::string_view name) const { return pieces_->control(name); }
 token_t tokenizer::vocab_size() const { return pieces_->size(); }
 
 }  // namespace engine

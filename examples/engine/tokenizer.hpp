@@ -37,6 +37,8 @@ class tokenizer {
 
   std::optional<token_t> bos() const;
   std::optional<token_t> eos() const;
+  /// As vocabulary::control.
+  std::optional<token_t> control(std::string_view name) const;
   token_t vocab_size() const;
 
   /// Every token whose text contains a line break, ascending: what ends a one-line answer.

@@ -33,7 +33,9 @@ struct list_options {
 
 struct run_options {
   method_options method;
-  std::string model, prompt, dtype = "bf16", max_new = "64", threads = "0";
+  std::string model, chat_template = "auto", dtype = "bf16", max_new = "64", threads = "0";
+  std::vector<std::string> prompts;          ///< files, in a chat a turn each; none: lines of standard input
+  std::optional<std::string> system_prompt;  ///< of a chat, in place of the template's
   bool one_line = false, as_json = false;
 };
 

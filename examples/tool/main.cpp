@@ -86,9 +86,18 @@ void add_run(CLI::App& app) {
   CLI::App* command = app.add_subcommand(
       "run",
       "Lets a model read a prompt and continue it with a compressed cache, always by the likeliest token,\n"
-      "and says what the cache held and read.");
+      "and says what the cache held and read. A model with a chat template answers as in a chat.");
   add_model(*command, given->model, given->dtype);
-  add_text(*command, "--prompt", "FILE", given->prompt, "text file with the prompt; - is standard input")->required();
+  command
+      ->add_option("--prompt", given->prompts,
+                   "text file with the prompt; - is standard input; in a chat it may be given several times, a turn "
+                   "each; without it each line of standard input is a turn")
+      ->type_name("FILE")
+      ->allow_extra_args(false);
+  add_text(*command, "--template", "auto|none|chatml|llama3", given->chat_template,
+           "how turns are written: as the model says, not at all, or in one of two ways");
+  command->add_option("--system", given->system_prompt, "the system's prompt in a chat, in place of the template's own")
+      ->type_name("TEXT");
   add_method(*command, given->method);
   add_text(*command, "--max-new", "1..16777216", given->max_new,
            "tokens to write at most; also the method's max_new, where it has one and --set gives no other");
@@ -96,7 +105,8 @@ void add_run(CLI::App& app) {
   add_threads(*command, given->threads);
   command->add_flag("--json", given->as_json, "print JSON");
   command->footer(
-      "Example:\n  tessera run --model examples/model --prompt letter.txt --method snapkv --budget 256 --one-line");
+      "Examples:\n  tessera run --model examples/model --prompt letter.txt --method snapkv --budget 256 --one-line\n"
+      "  tessera run --model SmolLM2-135M-Instruct.Q4_1.gguf --method snapkv --budget 256");
   command->callback([given] { tool::run_prompt(*given); });
 }
 

@@ -37,7 +37,7 @@ struct tensor {
 using tensors = std::map<std::string, tensor>;
 
 // Random weights, rounded to bf16 so that F32 and BF16 files hold the same values.
-inline tensors random_weights(bool tied) {
+inline tensors random_weights(bool tied, std::int64_t words = vocabulary) {
   std::mt19937 random(11);
   std::normal_distribution<float> normal;
   tensors all;
@@ -48,8 +48,8 @@ inline tensors random_weights(bool tied) {
     for (auto& value : made.values) value = float(tessera::bf16(middle + spread * normal(random)));
     all[name] = std::move(made);
   };
-  make("model.embed_tokens.weight", {61, 96}, 0, 0.5f);
-  if (!tied) make("lm_head.weight", {61, 96}, 0, 0.2f);
+  make("model.embed_tokens.weight", {words, 96}, 0, 0.5f);
+  if (!tied) make("lm_head.weight", {words, 96}, 0, 0.2f);
   make("model.norm.weight", {96}, 1, 0.1f);
   for (const std::string layer : {"0", "1", "2"}) {
     const std::string prefix = "model.layers." + layer + ".";

@@ -5,59 +5,70 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "engine/files/gguf.hpp"
 #include "vocabulary.hpp"
+#include "words.hpp"
 
 namespace engine {
 
-/// How a text is cut into words before pairs are merged within each.
-enum class word_rule { gpt2, smollm, llama3, qwen2 };
+/// What a token of a byte-level vocabulary is.
+enum class piece_kind : std::uint8_t {
+  bytes,    ///< spelt in letters that stand for bytes; merges make it
+  control,  ///< no text becomes it, and it gives no text
+  added,    ///< a text by itself, found before words are cut
+  unused
+};
 
-/// Cuts texts into words. Pimpl over PCRE2, whose header stays in the .cpp.
-class word_cutter {
- public:
-  explicit word_cutter(word_rule rule);
-  word_cutter(word_cutter&&) noexcept;
-  ~word_cutter();
-  /// The words of a text, in order; together they are the text. Errors: no UTF-8.
-  std::vector<std::string_view> words(std::string_view text) const;
-
- private:
-  struct pattern;
-  void cut(std::string_view text, std::vector<std::string_view>& into) const;
-  word_rule rule_;
-  std::unique_ptr<pattern> pattern_;
+/// All that a byte-level tokenizer is made of, whichever file tells of it.
+struct byte_pair_tables {
+  word_rule rule = word_rule::gpt2;
+  bool takes_whole_words = false;                           ///< a word that is a token is not merged anew
+  bool is_composed = false;                                 ///< texts are brought to Unicode's normal form C first
+  std::vector<std::string> texts;                           ///< by id
+  std::vector<piece_kind> kinds;                            ///< by id
+  std::vector<std::pair<std::string, std::string>> merges;  ///< in letters that stand for bytes, the first one first
+  std::optional<token_t> bos, eos;
 };
 
 /// A vocabulary of byte sequences, and the order in which pairs of them are merged.
 class byte_pairs final : public vocabulary {
  public:
+  /// Errors   more than 2^24 tokens, texts that are no byte-level pieces, merges of pieces that are not there, bos or eos
+  ///          outside the vocabulary: tessera::error.
+  explicit byte_pairs(byte_pair_tables tables);
+
   /// The tokenizer of a GGUF file.
-  /// Errors   another kind of tokenizer or word rule, no merges, texts that are no byte-level pieces, ids outside the
-  ///          vocabulary: tessera::error that names what is accepted.
+  /// Errors   as above; another kind of tokenizer or word rule, which names what is accepted; no merges.
   static std::unique_ptr<byte_pairs> from(const gguf_file& file);
 
+  /// Errors also: text that is not in normal form C, of a tokenizer that would bring it there.
   std::vector<token_t> encode(std::string_view text) const override;
   std::string decode(std::span<const token_t> tokens) const override;
   token_t size() const override { return token_t(pieces_.size()); }
   std::optional<token_t> bos() const override { return bos_; }
   std::optional<token_t> eos() const override { return eos_; }
-
-  /// The id of a control token by its text, such as "<|im_start|>". Errors: there is none.
-  token_t control(std::string_view text) const;
+  std::optional<token_t> control(std::string_view name) const override;
 
  private:
-  explicit byte_pairs(word_rule rule) : cutter_(rule), takes_whole_words_(rule == word_rule::llama3) {}
+  struct merge {
+    std::int32_t rank;
+    token_t made;
+  };
+
+  void add_merges(const std::vector<std::pair<std::string, std::string>>& merges);
+  const std::string* added_at(std::string_view text) const;
+  void encode_words(std::string_view text, std::vector<token_t>& into) const;
   void encode_word(std::string_view word, std::vector<token_t>& into) const;
 
   word_cutter cutter_;
-  bool takes_whole_words_;                        // a word that is a token is not merged anew
-  std::vector<std::string> pieces_;               // by id: its bytes; empty: a control token
-  std::unordered_map<std::string, token_t> ids_;  // by bytes
-  std::unordered_map<std::uint64_t, std::pair<std::int32_t, token_t>>
-      merges_;  // of two ids: rank, and what they become
-  std::unordered_map<std::string, token_t> controls_;
+  bool takes_whole_words_, is_composed_;
+  std::vector<std::string> pieces_;                            // by id: its bytes; empty: a control token
+  std::unordered_map<std::string, token_t> ids_;               // by bytes
+  std::unordered_map<std::uint64_t, merge> merges_;            // by two ids
+  std::unordered_map<std::string, token_t> controls_, added_;  // by text
+  std::vector<const std::string*> added_by_first_[256];        // by first byte, the longest first
   std::optional<token_t> bos_, eos_;
 };
 

@@ -15,6 +15,7 @@ namespace engine {
 class vocabulary {
  public:
   virtual ~vocabulary() = default;
+  /// No text becomes a control token, whatever it holds.
   /// Errors   text that is no UTF-8: tessera::error.
   virtual std::vector<token_t> encode(std::string_view text) const = 0;
   /// The bytes of tokens, every id of which is one; control tokens give nothing.
@@ -23,6 +24,8 @@ class vocabulary {
   /// The token that every text begins with, and the one that ends it.
   virtual std::optional<token_t> bos() const = 0;
   virtual std::optional<token_t> eos() const = 0;
+  /// The control token of that name, such as "<|im_start|>"; none where the vocabulary has no such control token.
+  virtual std::optional<token_t> control(std::string_view name) const = 0;
 };
 
 }  // namespace engine

@@ -118,6 +118,15 @@ def check_run(checks):
     from_stdin = json.loads(checks.works("run --model model --prompt - --max-new 5 --method full --json", input=prompt))
     checks.require(from_file["text"] == from_stdin["text"], base, "standard input gives another answer than the file")
     checks.refuses("run --model model --prompt - --method full", "standard input", "empty", input="")
+    checks.refuses("run --model model --method full", "--prompt is missing", "no chat template", input="Hello\n")
+    checks.refuses(f"{base} --prompt prompt --method full", "--prompt is given 2 times")
+    checks.refuses(f"{base} --method full --system Hello", "--system", "none for plain text")
+    checks.refuses(f"{base} --method full --template chat", "--template is 'chat'", "auto, none, chatml, llama3")
+    checks.refuses(f"{base} --method full --template chatml", "control token <|im_end|> is missing")
+    (folder / "model" / "chat_template.jinja").write_text("[INST] {{ message }} [/INST]")
+    checks.refuses(f"{base} --method full", "chat template of the model", "ChatML's", "Llama 3's", "--template none")
+    checks.works(f"{base} --method full --template none", "kept per KV head")
+    (folder / "model" / "chat_template.jinja").unlink()
 
 
 def documents_nobody_can_make():

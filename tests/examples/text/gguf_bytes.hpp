@@ -97,9 +97,11 @@ inline std::string letters_of(const std::string& bytes) {
   return letters;
 }
 
-/// A byte-level vocabulary: every byte, what each merge makes, and one control token behind them.
+/// A byte-level vocabulary: every byte, what each merge makes, control tokens behind them, the first of which ends a text, and
+/// texts that are tokens by themselves.
 inline void put_tokenizer(gguf_bytes& file, const std::vector<std::pair<std::string, std::string>>& merges,
-                          const std::string& rule) {
+                          const std::string& rule, const std::vector<std::string>& controls = {"<|end|>"},
+                          const std::vector<std::string>& added = {}) {
   std::vector<std::string> tokens, joined;
   for (int byte = 0; byte < 256; ++byte) tokens.push_back(letter_of(static_cast<unsigned char>(byte)));
   for (const auto& [left, right] : merges) {
@@ -107,14 +109,17 @@ inline void put_tokenizer(gguf_bytes& file, const std::vector<std::pair<std::str
     joined.push_back(letters_of(left) + " " + letters_of(right));
   }
   std::vector<std::int32_t> kinds(tokens.size(), 1);
-  tokens.push_back("<|end|>");
-  kinds.push_back(3);
+  const std::size_t end = tokens.size();
+  tokens.insert(tokens.end(), controls.begin(), controls.end());
+  kinds.resize(tokens.size(), 3);
+  tokens.insert(tokens.end(), added.begin(), added.end());
+  kinds.resize(tokens.size(), 4);
   file.text("tokenizer.ggml.model", "gpt2");
   file.text("tokenizer.ggml.pre", rule);
   file.texts("tokenizer.ggml.tokens", tokens);
   file.counts("tokenizer.ggml.token_type", kinds);
   file.texts("tokenizer.ggml.merges", joined);
-  file.count("tokenizer.ggml.eos_token_id", std::uint32_t(tokens.size() - 1));
+  file.count("tokenizer.ggml.eos_token_id", std::uint32_t(end));
 }
 
 }  // namespace engine_tests

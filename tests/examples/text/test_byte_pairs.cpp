@@ -9,6 +9,7 @@
 
 #include "catch.hpp"
 #include "engine/text/byte_pairs.hpp"
+#include "engine/text/normal_form.hpp"
 #include "gguf_bytes.hpp"
 
 using namespace engine_tests;
@@ -25,9 +26,9 @@ std::vector<std::string> cut(word_rule rule, const std::string& text) {
 using words = std::vector<std::string>;
 
 std::unique_ptr<engine::byte_pairs> made(const std::vector<std::pair<std::string, std::string>>& merges,
-                                         const std::string& rule) {
+                                         const std::string& rule, const std::vector<std::string>& added = {}) {
   gguf_bytes file;
-  put_tokenizer(file, merges, rule);
+  put_tokenizer(file, merges, rule, {"<|end|>"}, added);
   const std::string bytes = file.bytes();
   return engine::byte_pairs::from(engine::gguf_file::parse(std::as_bytes(std::span(bytes.data(), bytes.size()))));
 }
@@ -81,10 +82,41 @@ TEST_CASE("pairs are merged by rank, the first of equals first") {
   }
   CHECK(pieces->decode(pieces->encode("any \u20ac text\n\x01")) == "any \u20ac text\n\x01");
   CHECK(pieces->encode(std::string(200'000, 'a')).size() == 50'000);  // a long word takes no square of its length
-  const engine::token_t end = pieces->control("<|end|>");
+  const engine::token_t end = pieces->control("<|end|>").value();
   CHECK(pieces->eos() == end);
   CHECK(!pieces->bos());
   CHECK(pieces->decode({&end, 1}).empty());
-  CHECK_THROWS_AS(pieces->control("<|no|>"), tessera::error);
+  CHECK(!pieces->control("<|no|>"));
+  CHECK(!pieces->control("aab"));  // a text is no control token
   CHECK_THROWS_WITH(made({}, "unknown"), contains("expected gpt-2, smollm"));
+}
+
+TEST_CASE("a control token's name in a text is text, and an added text is one token") {
+  const auto pieces = made({{"a", "b"}}, "gpt-2", {"<t>", "<t>x", "\u00e9\u00e9"});
+  const auto texts = [&](const std::string& text) {
+    words all;
+    for (const auto token : pieces->encode(text)) all.push_back(pieces->decode({&token, 1}));
+    return all;
+  };
+  CHECK(texts("<|end|>").size() == 7);
+  CHECK(pieces->decode(pieces->encode("<|end|>")) == "<|end|>");
+  CHECK(texts("ab<t>xab<t>") == words{"ab", "<t>x", "ab", "<t>"});
+  CHECK(texts("\u00e9\u00e9\u00e9") == words{"\u00e9\u00e9", "\xc3", "\xa9"});
+  CHECK_THROWS_AS(pieces->encode("ab<t>\xff"), tessera::error);
+}
+
+TEST_CASE("text that a tokenizer would compose first is refused, and composed text is not") {
+  const auto refused = [](const std::string& text, const std::string& sentence) {
+    CHECK_THROWS_WITH(engine::require_composed(text), contains(sentence) && contains("normal form C"));
+  };
+  refused("caf\u0065\u0301", "U+0301 at byte 4");
+  refused("\u212b", "U+212B");                        // the sign of the angstrom is a letter's
+  refused("\u1100\u1161", "U+1161");                  // Hangul by its parts
+  refused("q\u0307\u0323", "U+0307");                 // a dot above, which may compose
+  refused("\u05d1\u05bc\u05b7", "U+05B7 at byte 4");  // marks of Hebrew in another order
+  for (const std::string text :
+       {"caf\u00e9", "\ud55c\uae00", "\u05d1\u05b7\u05bc", "\u0e01\u0e35\u0e48", "\u4e2d \U0001f600 \xff"})
+    CHECK_NOTHROW(engine::require_composed(text));
+  CHECK_THROWS_WITH(made({}, "qwen2")->encode("e\u0301"), contains("U+0301"));
+  CHECK_NOTHROW(made({}, "smollm")->encode("e\u0301"));
 }

@@ -9,8 +9,7 @@
 #include "engine/files/gguf.hpp"
 #include "engine/tokenizer.hpp"
 #include "examples/naive_cache.hpp"
-#include "examples/naive_model.hpp"
-#include "gguf_bytes.hpp"
+#include "gguf_model.hpp"
 
 using namespace engine_tests;
 using engine::gguf_file;
@@ -21,46 +20,13 @@ gguf_file parsed(const std::string& bytes) {
   return gguf_file::parse(std::as_bytes(std::span(bytes.data(), bytes.size())));
 }
 
-/// A tiny model as llama.cpp's converter writes it: rows of queries and keys in the order of interleaved RoPE.
+/// A tiny model whose tokens have no text.
 std::string model_bytes(const tensors& weights, bool tied) {
   gguf_bytes file;
-  file.text("general.architecture", "llama");
-  for (const auto& [key, value] : {std::pair{"embedding_length", 96},
-                                   {"feed_forward_length", 80},
-                                   {"block_count", 3},
-                                   {"attention.head_count", 4},
-                                   {"attention.head_count_kv", 2},
-                                   {"attention.key_length", 64},
-                                   {"context_length", 200},
-                                   {"rope.dimension_count", 64}})
-    file.count(std::string("llama.") + key, std::uint32_t(value));
-  file.number("llama.attention.layer_norm_rms_epsilon", 1e-5f);
-  file.number("llama.rope.freq_base", 1000);
+  put_model(file, weights);
   std::vector<std::string> tokens;
   for (int id = 0; id < 61; ++id) tokens.push_back("t" + std::to_string(id));
   file.texts("tokenizer.ggml.tokens", tokens);
-  const std::map<std::string, std::string> names{
-      {"input_layernorm.weight", "attn_norm"}, {"post_attention_layernorm.weight", "ffn_norm"},
-      {"self_attn.q_proj.weight", "attn_q"},   {"self_attn.k_proj.weight", "attn_k"},
-      {"self_attn.v_proj.weight", "attn_v"},   {"self_attn.o_proj.weight", "attn_output"},
-      {"mlp.gate_proj.weight", "ffn_gate"},    {"mlp.up_proj.weight", "ffn_up"},
-      {"mlp.down_proj.weight", "ffn_down"}};
-  for (const auto& [name, item] : weights) {
-    std::string own = name == "model.embed_tokens.weight" ? "token_embd.weight" : "output_norm.weight";
-    if (name == "lm_head.weight") own = "output.weight";
-    if (name.starts_with("model.layers."))
-      own = "blk." + name.substr(13, 1) + "." + names.at(name.substr(15)) + ".weight";
-    std::vector<float> values = item.values;
-    if (name.find("q_proj") != std::string::npos || name.find("k_proj") != std::string::npos) {
-      const std::int64_t width = item.shape[1];
-      for (std::int64_t row = 0; row < item.shape[0]; ++row) {
-        const std::int64_t head = row / 64, element = row % 64 / 2, half = row % 2;
-        std::copy_n(item.values.begin() + (head * 64 + half * 32 + element) * width, width,
-                    values.begin() + row * width);
-      }
-    }
-    file.tensor(own, item.shape, values);
-  }
   CHECK(tied == (weights.count("lm_head.weight") == 0));
   return file.bytes();
 }
