@@ -170,8 +170,8 @@ void require_agreement(const std::filesystem::path& directory, const llama_confi
 
 void require_agreement(const std::filesystem::path& directory, const llama_config& config, std::int32_t tokens) {
   require_agreement(directory, config, checkpoint::open(directory));
-  tessera::require(tokens == config.vocab_size,
-                   "file " + printable((directory / "tokenizer.model").native()) + ": its vocabulary",
+  const char* const name = there(directory / "tokenizer.model") ? "tokenizer.model" : "tokenizer.json";
+  tessera::require(tokens == config.vocab_size, "file " + printable((directory / name).native()) + ": its vocabulary",
                    std::to_string(tokens) + " tokens",
                    std::to_string(config.vocab_size) + ", which config.json and the weights have",
                    "take the tokenizer that the model was trained with");

@@ -2,12 +2,14 @@
 
 #include <sentencepiece_processor.h>
 
+#include <algorithm>
 #include <tessera/core/error.hpp>
 #include <utility>
 
 #include "engine/files/gguf.hpp"
 #include "engine/files/input_file.hpp"
 #include "engine/text/byte_pairs.hpp"
+#include "engine/text/tokenizer_json.hpp"
 
 namespace engine {
 namespace {
@@ -67,6 +69,45 @@ class sentence_pieces final : public vocabulary {
   std::unique_ptr<sentencepiece::SentencePieceProcessor> processor_;
 };
 
+// Whether a file is tiktoken's: lines of a token in base64, a space and its rank.
+bool is_of_tiktoken(std::string_view bytes) {
+  const std::string_view line = bytes.substr(0, std::min(bytes.find('\n'), bytes.size()));
+  const std::size_t space = line.find(' ');
+  constexpr std::string_view digits = "0123456789";
+  constexpr std::string_view base64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=";
+  return space != std::string_view::npos && space > 0 && space + 1 < line.size() && line.size() < 1000 &&
+         line.substr(0, space).find_first_not_of(base64) == std::string_view::npos &&
+         line.substr(space + 1).find_first_not_of(digits) == std::string_view::npos;
+}
+
+constexpr std::string_view accepted = "tokenizer.json with byte-level byte pairs, or tokenizer.model of SentencePiece";
+
+// A folder's byte pairs. Models have more rows in their embedding than there are tokens, to a round number.
+std::unique_ptr<vocabulary> byte_pairs_of(const std::filesystem::path& folder) {
+  constexpr std::int32_t most_unused = 1024;
+  const auto path = folder / "tokenizer.json";
+  byte_pair_tables tables = read_tokenizer_json(path);
+  const std::int32_t rows = load_config(folder / "config.json").vocab_size;
+  const auto tokens = std::int32_t(tables.texts.size());
+  if (tokens < rows && rows - tokens < most_unused) {
+    tables.texts.resize(std::size_t(rows));
+    tables.kinds.resize(std::size_t(rows), piece_kind::unused);
+  }
+  try {
+    return std::make_unique<byte_pairs>(std::move(tables));
+  } catch (const tessera::error& problem) {
+    throw tessera::error("file " + printable(path.native()) + ": " + problem.what());
+  }
+}
+
+[[noreturn]] void fail_without_tokenizer(const std::filesystem::path& folder) {
+  std::string found = "none that is known";
+  for (const char* name : {"vocab.json", "merges.txt", "vocab.txt", "spiece.model", "qwen.tiktoken", "tekken.json"})
+    if (there(folder / name)) found = name;
+  tessera::fail("tokenizer of the folder " + printable(folder.native()), found, accepted,
+                "add tokenizer.json, as Hugging Face's tokenizers save it");
+}
+
 }  // namespace
 
 tokenizer::tokenizer(std::unique_ptr<vocabulary> pieces) : pieces_(std::move(pieces)) {
@@ -86,6 +127,8 @@ tokenizer tokenizer::load(const std::filesystem::path& path) {
   // Read here rather than by the library, which reports a missing file through its log.
   const std::string bytes = read_text_file(path);
   auto processor = std::make_unique<sentencepiece::SentencePieceProcessor>();
+  tessera::require(!is_of_tiktoken(bytes), "file " + printable(path.native()), "a list of tiktoken", accepted,
+                   "take the folder with the model's tokenizer.json");
   const auto status = processor->LoadFromSerializedProto(bytes);
   if (!status.ok())
     tessera::fail("file " + printable(path.native()), status.ToString(), "a SentencePiece model",
@@ -94,7 +137,13 @@ tokenizer tokenizer::load(const std::filesystem::path& path) {
 }
 
 tokenizer tokenizer::of_model(const std::filesystem::path& model) {
-  if (!is_gguf(model)) return load(model / "tokenizer.model");
+  if (!is_gguf(model)) {
+    const auto pieces = model / "tokenizer.model";
+    const bool has_pairs = there(model / "tokenizer.json");
+    if (there(pieces) && !(has_pairs && is_of_tiktoken(read_text_file(pieces)))) return load(pieces);
+    if (!has_pairs) fail_without_tokenizer(model);
+    return tokenizer(byte_pairs_of(model));
+  }
   try {
     return tokenizer(byte_pairs::from(gguf_file::open(model)));
   } catch (const tessera::error& problem) {

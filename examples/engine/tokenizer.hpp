@@ -20,8 +20,9 @@ class tokenizer {
  public:
   /// Loads a tokenizer.model. Errors: not readable, or no SentencePiece model.
   static tokenizer load(const std::filesystem::path& path);
-  /// The tokenizer of a model: of a folder its tokenizer.model, of a GGUF file its own. Errors: as `load`, and
-  /// `byte_pairs::from`.
+  /// The tokenizer of a model: of a folder its tokenizer.model, or else its tokenizer.json; of a GGUF file its own. A
+  /// tokenizer.json with fewer tokens than config.json's vocab_size, by up to 1,023, gets unused ones behind them.
+  /// Errors: as `load`, `byte_pairs::from` and `parse_tokenizer_json`; a folder without either file.
   static tokenizer of_model(const std::filesystem::path& model);
 
   tokenizer(tokenizer&&) noexcept;

@@ -54,8 +54,7 @@ void add_method(CLI::App& command, tool::method_options& to) {
 }
 
 void add_model(CLI::App& command, std::string& model, std::string& dtype) {
-  add_text(command, "--model", "FOLDER", model,
-           "folder with config.json, safetensors and tokenizer.model; or a .gguf file")
+  add_text(command, "--model", "FOLDER", model, "folder with config.json, safetensors and a tokenizer; or a .gguf file")
       ->required();
   add_text(command, "--dtype", "fp32|fp16|bf16", dtype, "what the cache stores: fp32 (CPU only), fp16 or bf16");
 }
@@ -196,7 +195,7 @@ void add_calibrate(CLI::App& app) {
       "Measures over many prompts what each head keeps where a layer keeps its best tokens, whichever head\n"
       "they belong to, and writes a profile by which tangram gives every head a share of its own.");
   add_text(*command, "--model", "FOLDER", given->model,
-           "folder with config.json, safetensors and tokenizer.model; or a .gguf file")
+           "folder with config.json, safetensors and a tokenizer; or a .gguf file")
       ->required();
   add_text(*command, "--method", "NAME", given->method, "a method that ranks the prompt's tokens");
   add_text(*command, "--share", "1e-6..1", given->share, "of its tokens that a layer keeps");
@@ -262,7 +261,7 @@ void add_heads(CLI::App& app) {
       "Finds out which KV heads of a model look far back while it answers questions about long documents, and\n"
       "writes a profile of them for duo_attention.");
   add_text(*command, "--model", "FOLDER", given->documents.model,
-           "folder with config.json, safetensors and tokenizer.model; or a .gguf file")
+           "folder with config.json, safetensors and a tokenizer; or a .gguf file")
       ->required();
   add_documents(*command, given->documents);
   add_text(*command, "--sinks", "0..16777216", given->sinks, "first tokens that a streaming head keeps");
