@@ -46,11 +46,13 @@ std::string gguf_name(std::string_view name) {
   const std::size_t dot = name.starts_with(prefix) ? name.find('.', prefix.size()) : std::string_view::npos;
   if (dot == std::string_view::npos) return {};
   static const std::map<std::string, std::string, std::less<>> parts{
-      {"input_layernorm.weight", "attn_norm.weight"}, {"post_attention_layernorm.weight", "ffn_norm.weight"},
-      {"self_attn.q_proj.weight", "attn_q.weight"},   {"self_attn.k_proj.weight", "attn_k.weight"},
-      {"self_attn.v_proj.weight", "attn_v.weight"},   {"self_attn.o_proj.weight", "attn_output.weight"},
-      {"mlp.gate_proj.weight", "ffn_gate.weight"},    {"mlp.up_proj.weight", "ffn_up.weight"},
-      {"mlp.down_proj.weight", "ffn_down.weight"}};
+      {"input_layernorm.weight", "attn_norm.weight"},    {"post_attention_layernorm.weight", "ffn_norm.weight"},
+      {"self_attn.q_proj.weight", "attn_q.weight"},      {"self_attn.k_proj.weight", "attn_k.weight"},
+      {"self_attn.v_proj.weight", "attn_v.weight"},      {"self_attn.o_proj.weight", "attn_output.weight"},
+      {"mlp.gate_proj.weight", "ffn_gate.weight"},       {"mlp.up_proj.weight", "ffn_up.weight"},
+      {"mlp.down_proj.weight", "ffn_down.weight"},       {"self_attn.q_proj.bias", "attn_q.bias"},
+      {"self_attn.k_proj.bias", "attn_k.bias"},          {"self_attn.v_proj.bias", "attn_v.bias"},
+      {"self_attn.q_norm.weight", "attn_q_norm.weight"}, {"self_attn.k_norm.weight", "attn_k_norm.weight"}};
   const auto part = parts.find(name.substr(dot + 1));
   if (part == parts.end()) return {};
   return "blk." + std::string(name.substr(prefix.size(), dot - prefix.size())) + "." + part->second;
@@ -91,14 +93,15 @@ bool checkpoint::contains(std::string_view name) const {
   return gguf_ ? gguf_->find(gguf_name(name)) != nullptr : file_of(name) != nullptr;
 }
 
-// GGUF's rows of queries and keys stand in the order of interleaved RoPE: element i of a head's first half, then that of its
-// second.
+// Of Llama and SmolLM 3, GGUF's rows of queries and keys stand in the order of interleaved RoPE: element i of a head's first
+// half, then that of its second.
 std::vector<float> checkpoint::gguf_weight(std::string_view name) const {
   std::vector<float> values = gguf_->to_fp32(gguf_name(name));
   const bool is_query = name.ends_with("q_proj.weight"), is_key = name.ends_with("k_proj.weight");
-  if (!is_query && !is_key) return values;
-  const char* key = is_query || !gguf_->value("llama.attention.head_count_kv") ? "llama.attention.head_count"
-                                                                               : "llama.attention.head_count_kv";
+  const std::string& architecture = gguf_->text("general.architecture");
+  if ((!is_query && !is_key) || (architecture != "llama" && architecture != "smollm3")) return values;
+  const std::string all = architecture + ".attention.head_count", shared = all + "_kv";
+  const std::string& key = is_query || !gguf_->value(shared) ? all : shared;
   const std::vector<std::int64_t> shape = this->shape(name);
   const std::int64_t heads = gguf_->count(key), width = shape.back(), dim = heads > 0 ? shape.front() / heads : 0;
   tessera::require(shape.size() == 2 && dim > 0 && dim % 2 == 0 && heads * dim == shape.front(),
@@ -125,7 +128,7 @@ std::vector<float> checkpoint::weight(std::string_view name, std::initializer_li
     return values;
   }
   tessera::require(file != nullptr, "weight \"" + std::string(name) + "\"", "missing", "a tensor of the checkpoint",
-                   "use a complete Llama checkpoint");
+                   "use a complete checkpoint");
   std::vector<float> values = file->to_fp32(name, {shape.begin(), shape.size()});
   require_finite(name, values);
   return values;

@@ -45,6 +45,18 @@ llama::llama(llama_config config, const checkpoint& weights, tessera::cpu::execu
                           {attention + "k_proj.weight", config_.kv_size()},
                           {attention + "v_proj.weight", config_.kv_size()}},
                          hidden);
+    if (config_.qkv_bias) {
+      for (const auto& [name, size] : {std::pair("q_proj.bias", config_.q_size()),
+                                       {"k_proj.bias", config_.kv_size()},
+                                       {"v_proj.bias", config_.kv_size()}}) {
+        const std::vector<float> bias = weights.weight(attention + name, {size});
+        loaded.qkv_bias.insert(loaded.qkv_bias.end(), bias.begin(), bias.end());
+      }
+    }
+    if (config_.qk_norm) {
+      loaded.q_norm = weights.weight(attention + "q_norm.weight", {config_.head_dim});
+      loaded.k_norm = weights.weight(attention + "k_norm.weight", {config_.head_dim});
+    }
     loaded.attention_out = stacked(weights, {{attention + "o_proj.weight", hidden}}, config_.q_size());
     loaded.gate_up = stacked(weights, {{mlp + "gate_proj.weight", inner}, {mlp + "up_proj.weight", inner}}, hidden);
     loaded.down = stacked(weights, {{mlp + "down_proj.weight", hidden}}, inner);
@@ -80,6 +92,8 @@ void llama::attend(const layer& weights, int index, std::int64_t first, std::int
                    kv_cache& cache, phase now) {
   rms_norm(*executor_, work_.hidden.data(), tokens, weights.attention_norm, config_.rms_norm_eps, work_.normed.data());
   linear(*executor_, work_.normed.data(), tokens, weights.qkv, work_.qkv.data());
+  if (config_.qkv_bias) add_bias(*executor_, weights.qkv_bias, tokens, work_.qkv.data());
+  if (config_.qk_norm) norm_heads(*executor_, config_, weights.q_norm, weights.k_norm, tokens, work_.qkv.data());
   split_and_rotate(*executor_, config_, table, work_.qkv.data(), tokens, work_.q.data(), work_.k.data(),
                    work_.v.data());
   require_numbers("a query", index, work_.q, config_.q_size(), first, tokens, largest_factor);
@@ -124,6 +138,7 @@ void llama::forward(std::span<const token_t> tokens, kv_cache& cache, phase now,
   const auto count = std::int32_t(tokens.size());
   const std::int64_t position = cache.next_position();
   const rope_table table = make_rope_table(frequencies_, position, count);
+  const rope_table still = config_.rotates.empty() ? rope_table{} : make_still_table(frequencies_.size(), count);
   work_.resize(config_, count);
   const std::int64_t width = config_.hidden_size;
   for (std::int64_t row = 0; row < count; ++row)
@@ -131,7 +146,7 @@ void llama::forward(std::span<const token_t> tokens, kv_cache& cache, phase now,
 
   for (std::int32_t index = 0; index < config_.num_hidden_layers; ++index) {
     const layer& weights = layers_[std::size_t(index)];
-    attend(weights, index, position, count, table, cache, now);
+    attend(weights, index, position, count, config_.turns(index) ? table : still, cache, now);
     const std::int32_t rows = index + 1 < config_.num_hidden_layers ? count : wanted;
     const std::int64_t first = count - rows;
     if (rows > 0)

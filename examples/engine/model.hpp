@@ -59,6 +59,8 @@ class llama {
   struct layer {
     std::vector<float> attention_norm, mlp_norm;  // [hidden]
     matrix qkv;                                   // q, k and v stacked: [q_size + 2 * kv_size, hidden]
+    std::vector<float> qkv_bias;                  // [q_size + 2 * kv_size]; empty: none
+    std::vector<float> q_norm, k_norm;            // [head_dim]; empty: none
     matrix attention_out;                         // [hidden, q_size]
     matrix gate_up;                               // gate and up stacked: [2 * intermediate, hidden]
     matrix down;                                  // [hidden, intermediate]

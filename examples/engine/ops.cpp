@@ -113,6 +113,32 @@ void add(tessera::cpu::executor& executor, const float* y, std::int32_t rows, st
   });
 }
 
+void add_bias(tessera::cpu::executor& executor, std::span<const float> bias, std::int32_t rows, float* x) {
+  for_row_runs(executor, rows, [&](std::int32_t first, std::int32_t last) {
+    for (std::int64_t row = first; row < last; ++row) {
+      float* const values = x + row * std::int64_t(bias.size());
+      for (std::size_t i = 0; i < bias.size(); ++i) values[i] += bias[i];
+    }
+  });
+}
+
+void norm_heads(tessera::cpu::executor& executor, const llama_config& config, std::span<const float> q_norm,
+                std::span<const float> k_norm, std::int32_t tokens, float* qkv) {
+  const std::int64_t dim = config.head_dim, row_size = config.q_size() + 2 * std::int64_t(config.kv_size());
+  for_row_runs(executor, tokens, [&](std::int32_t first, std::int32_t last) {
+    for (std::int64_t token = first; token < last; ++token) {
+      for (std::int64_t head = 0; head < config.num_attention_heads + config.num_key_value_heads; ++head) {
+        float* const values = qkv + token * row_size + head * dim;
+        double squares = 0;
+        for (std::int64_t i = 0; i < dim; ++i) squares += double(values[i]) * double(values[i]);
+        const float scale = float(1 / std::sqrt(squares / double(dim) + double(config.rms_norm_eps)));
+        const std::span<const float> weight = head < config.num_attention_heads ? q_norm : k_norm;
+        for (std::int64_t i = 0; i < dim; ++i) values[i] *= scale * weight[std::size_t(i)];
+      }
+    }
+  });
+}
+
 void swiglu(tessera::cpu::executor& executor, const float* gate_up, std::int32_t rows, std::int32_t width, float* y) {
   for_row_runs(executor, rows, [&](std::int32_t first, std::int32_t last) {
     for (std::int64_t row = first; row < last; ++row) {
@@ -132,6 +158,7 @@ std::vector<float> rope_frequencies(const llama_config& config) {
   for (std::size_t i = 0; i < frequencies.size(); ++i) {
     const double frequency = std::pow(config.rope_theta, -2.0 * double(i) / config.head_dim);
     frequencies[i] = float(config.rope_scaling ? stretched(frequency, *config.rope_scaling) : frequency);
+    if (!config.rope_factors.empty()) frequencies[i] = float(frequency / double(config.rope_factors[i]));
   }
   return frequencies;
 }
@@ -147,6 +174,11 @@ rope_table make_rope_table(std::span<const float> frequencies, std::int64_t firs
       table.sines.push_back(float(std::sin(double(angle))));
     }
   return table;
+}
+
+rope_table make_still_table(std::size_t frequencies, std::int32_t tokens) {
+  const std::size_t count = frequencies * std::size_t(tokens);
+  return {std::vector<float>(count, 1.0f), std::vector<float>(count, 0.0f)};
 }
 
 void split_and_rotate(tessera::cpu::executor& executor, const llama_config& config, const rope_table& table,

@@ -113,12 +113,14 @@ backend require_backend(std::string_view name) {
 
 tessera::model_shape shape_of(const engine::llama_config& config) {
   tessera::model_shape shape{config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads};
-  shape.rope_frequencies = engine::rope_frequencies(config);
+  if (config.rotates.empty()) shape.rope_frequencies = engine::rope_frequencies(config);  // else not every layer's
   return shape;
 }
 
 std::unique_ptr<method_cache> make_cache(const method_info& method, [[maybe_unused]] backend where,
                                          const cache_request& request) {
+  tessera::require(!method.needs_rope || !request.shape.rope_frequencies.empty(), "method", method.name,
+                   "one that undoes no RoPE, as some layers of the model have none", "choose another method");
 #ifdef TESSERA_TOOL_CUDA
   if (where == backend::cuda) {
     tessera::require(method.on_cuda, "method", method.name, "one that the CUDA backend runs",

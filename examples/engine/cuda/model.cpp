@@ -44,6 +44,12 @@ struct workspace {
 constexpr int most_rows = std::max<int>(longest_step, llama::most_together);  // of a step
 
 llama_config checked(llama_config config) {
+  const char* const more = config.qkv_bias           ? "biases of queries, keys and values (Qwen 2)"
+                           : config.qk_norm          ? "norms of queries and keys (Qwen 3)"
+                           : !config.rotates.empty() ? "layers without RoPE (SmolLM 3)"
+                                                     : nullptr;
+  tessera::require(!more, "model", std::string("one with ") + (more ? more : ""),
+                   "one of the Llama architecture on CUDA", "use --backend cpu");
   require_device();
   return config;
 }

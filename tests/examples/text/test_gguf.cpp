@@ -23,7 +23,7 @@ gguf_file parsed(const std::string& bytes) {
 /// A tiny model whose tokens have no text.
 std::string model_bytes(const tensors& weights, bool tied) {
   gguf_bytes file;
-  put_model(file, weights);
+  put_model(file, weights, engine::parse_config(config_text(tied)));
   std::vector<std::string> tokens;
   for (int id = 0; id < 61; ++id) tokens.push_back("t" + std::to_string(id));
   file.texts("tokenizer.ggml.tokens", tokens);
@@ -73,7 +73,7 @@ TEST_CASE("what a GGUF file lacks, or has of another kind, is refused in a sente
   gguf_bytes file;
   refused(file, "\"general.architecture\" is missing");
   file.text("general.architecture", "mamba");
-  refused(file, "architecture of the file is mamba; expected llama");
+  refused(file, "architecture of the file is mamba; expected llama, qwen2, qwen3 or smollm3");
   gguf_bytes scaled;
   scaled.text("general.architecture", "llama");
   scaled.text("llama.rope.scaling.type", "yarn");
@@ -83,11 +83,22 @@ TEST_CASE("what a GGUF file lacks, or has of another kind, is refused in a sente
   stretched.number("llama.rope.scaling.factor", 4);
   refused(stretched, "llama.rope.scaling.factor is given; expected none");
   for (const std::string name :
-       {"blk.0.attn_q.bias", "blk.0.ffn_gate_inp.weight", "rope_freqs.weight", "blk.0.attn_q_norm.weight"}) {
+       {"blk.0.attn_q.bias", "blk.0.ffn_gate_inp.weight", "rope_freqs.bias", "blk.0.attn_q_norm.weight"}) {
     gguf_bytes other;
     other.text("general.architecture", "llama");
     other.tensor(name, {4}, {1, 2, 3, 4});
-    refused(other, "tensor \"" + name + "\" is given; expected none but those of a Llama model");
+    refused(other, "tensor \"" + name + "\" is given; expected none but those of the architecture llama");
+  }
+  gguf_bytes window;
+  window.text("general.architecture", "qwen2");
+  window.count("qwen2.attention.sliding_window", 4096);
+  refused(window, "qwen2.attention.sliding_window is given; expected none or 0");
+  for (const auto& factors : {std::vector<float>(31, 1.0f), std::vector<float>(32, 0.0f)}) {
+    gguf_bytes slow;
+    put_model(slow, random_weights(true), engine::parse_config(config_text(true)));
+    slow.texts("tokenizer.ggml.tokens", std::vector<std::string>(61, "t"));
+    slow.tensor("rope_freqs.weight", {std::int64_t(factors.size())}, factors);
+    refused(slow, "32 numbers in [1e-6, 1e6]");
   }
   gguf_bytes pieces;
   pieces.text("tokenizer.ggml.model", "llama");
