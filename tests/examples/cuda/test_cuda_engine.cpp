@@ -94,6 +94,15 @@ TEST_CASE("the CUDA engine refuses numbers that overflow, by layer, head and tok
   }
 }
 
+TEST_CASE("the CUDA engine refuses models with parts that it does not compute") {
+  engine::llama_config biased{}, normed{}, still{};
+  biased.qkv_bias = true;
+  normed.qk_norm = true;
+  still.rotates = {1, 0};
+  for (const auto& [config, part] : {std::pair{biased, "biases"}, {normed, "norms"}, {still, "layers without RoPE"}})
+    CHECK_THROWS_WITH(engine::cuda::llama::random(config, 1), contains(part) && contains("--backend cpu"));
+}
+
 TEST_CASE("the CUDA engine's logits are those of the CPU engine to bf16 rounding, whatever the chunks") {
   if (no_device()) return;
   const tool_tests::tiny_model folder;
