@@ -1,13 +1,12 @@
 // LoopServe in a cache: what every step reads against a choice in double, lines of prompts, turns, batches, bytes.
 #include "catch.hpp"
 
-#include <set>
-
 #include <tessera/methods/loopserve.hpp>
 #include <tessera/methods/loopserve_prefill.hpp>
 #include <tessera/schedule/once.hpp>
 #include <tessera/scorer/observation_window.hpp>
 
+#include "methods/support/loopserve_reader.hpp"
 #include "methods/talk.hpp"
 
 using namespace methods_test;
@@ -16,74 +15,6 @@ using tessera::nhd_rows;
 namespace {
 
 using method = tessera::loopserve<tessera::fp32, dim>;
-
-/// The choice of one list in double, over everything up to `next`: by one query head, or by all of a group.
-std::vector<index_t> best_tokens(const model_data& data, index_t layer, const std::vector<index_t>& q_heads,
-                                 index_t next, index_t observed, index_t budget) {
-  std::vector<const float*> keys;
-  std::vector<index_t> positions;
-  for (index_t at = 0; at < next; ++at) {
-    keys.push_back(data.key(layer, at, q_heads[0] / data.group()));
-    positions.push_back(at);
-  }
-  std::vector<double> scores(std::size_t(next), 0.0);
-  const index_t rows = std::min(observed, next);
-  for (index_t row = next - rows; row < next; ++row) {
-    for (const index_t head : q_heads) {
-      const auto seen = oracle::attend(data.query(layer, row, head), row, keys, {}, positions, dim, dim, {}, head);
-      for (std::size_t i = 0; i < scores.size(); ++i) scores[i] += seen.probabilities[i];
-    }
-  }
-  return oracle::top_tokens(scores, rows, budget);
-}
-
-/// What a turn's steps read of every list in double: everything until the turn has `first` outputs; then what is chosen with
-/// those and with every `every` more, and what is decoded since.
-struct reader {
-  const model_data& data;
-  index_t budget, observed, first, every;
-  bool by_query_head;
-  index_t outputs = 0, chosen_at = 0;
-  std::vector<std::vector<index_t>> lists{};
-  std::vector<std::set<index_t>> columns{};  // that join every list, by list
-
-  index_t count() const { return by_query_head ? data.shape.q_heads : data.shape.kv_heads; }
-  void choose(index_t layer, index_t next) {
-    lists.clear();
-    for (index_t list = 0; list < count(); ++list) {
-      std::vector<index_t> heads{list};
-      if (!by_query_head) {
-        heads.clear();
-        for (index_t g = 0; g < data.group(); ++g) heads.push_back(list * data.group() + g);
-      }
-      auto best = best_tokens(data, layer, heads, next, observed, budget);
-      if (!columns.empty()) {
-        std::set<index_t> all(best.begin(), best.end());
-        all.insert(columns[std::size_t(list)].begin(), columns[std::size_t(list)].end());
-        best.assign(all.begin(), all.end());
-      }
-      lists.push_back(best);
-    }
-    chosen_at = next;
-  }
-  void begin_turn(index_t layer, index_t next) {
-    outputs = chosen_at = 0;
-    lists.clear();
-    if (first == 0) choose(layer, next);
-  }
-  std::vector<index_t> read(index_t list, index_t next) const {
-    auto all = lists.empty() ? std::vector<index_t>{} : lists[std::size_t(list)];
-    for (index_t at = chosen_at; at < next; ++at) all.push_back(at);
-    return all;
-  }
-  /// After a step: true where it was time to choose again.
-  bool decoded(index_t layer, index_t tokens, index_t next) {
-    bool due = false;
-    while (tokens-- > 0) due |= ++outputs >= first && (outputs - first) % every == 0;
-    if (due) choose(layer, next);
-    return due;
-  }
-};
 
 }  // namespace
 
@@ -94,22 +25,24 @@ TEST_CASE("loopserve's steps read what the newest queries chose, in double, at e
     const tessera::model_shape shape{random.between(1, 2), random.pick({2, 4, 6}), 2};
     const model_data data(random, shape, 300);
     method recipe;
-    recipe.set_budget(random.between(16, 60));
-    recipe.retain.scorer.window = random.pick({1, 5, 16});
+    recipe.retain.scorer.window = random.pick({1, 5, 16, 96});
+    recipe.set_budget(random.between(0, 44) + std::max(16, recipe.retain.scorer.window));
     recipe.schedule.first = random.pick({0, 1, 5, 16, 20, 50});
     recipe.schedule.every = random.pick({1, 3, 16, 20});
-    const bool by_query_head = random.chance(0.5), with_columns = random.chance(0.3);
+    const bool by_query_head = random.chance(0.5), with_columns = random.chance(0.5),
+               with_slashes = with_columns && random.chance(0.5);
     if (by_query_head) recipe.retain.scope.per = tessera::reading_head::q_head;
-    if (with_columns) recipe.prefill.lines = tessera::read_lines::vertical;
+    if (with_columns) recipe.prefill.lines = with_slashes ? tessera::read_lines::both : tessera::read_lines::vertical;
     recipe.prefill.alpha = 0.5f;
     CAPTURE(i, recipe.budget(), recipe.retain.scorer.window, recipe.schedule.first, recipe.schedule.every,
-            by_query_head, with_columns);
+            by_query_head, with_columns, with_slashes);
     talk<method> now(recipe, data);
     std::vector<reader> readers;
     for (index_t layer = 0; layer < shape.layers; ++layer) {
       readers.push_back({data, recipe.budget(), recipe.retain.scorer.window, recipe.schedule.first,
                          recipe.schedule.every, by_query_head});
       if (with_columns) readers.back().columns.resize(std::size_t(readers.back().count()));
+      if (with_slashes) readers.back().slashes.resize(std::size_t(readers.back().count()));
     }
     for (const index_t prompt : {index_t(90), index_t(1), random.between(2, 40)}) {
       for (index_t left = prompt; left > 0;) {
@@ -120,9 +53,11 @@ TEST_CASE("loopserve's steps read what the newest queries chose, in double, at e
           REQUIRE(now.cache.readable(0, now.id, head) == now.cache.positions(0, now.id, head));
         for (index_t layer = 0; with_columns && layer < shape.layers; ++layer) {
           for (index_t h = 0; h < shape.q_heads; ++h) {
-            const auto& fresh = now.cache.lines(layer, now.id).heads[std::size_t(h)].vertical;
+            const tessera::line_set& fresh = now.cache.lines(layer, now.id).heads[std::size_t(h)];
             reader& to = readers[std::size_t(layer)];
-            to.columns[std::size_t(by_query_head ? h : h / data.group())].insert(fresh.begin(), fresh.end());
+            const auto list = std::size_t(by_query_head ? h : h / data.group());
+            to.columns[list].insert(fresh.vertical.begin(), fresh.vertical.end());
+            if (with_slashes) to.slashes[list].insert(fresh.slash.begin(), fresh.slash.end());
           }
         }
       }
@@ -138,7 +73,7 @@ TEST_CASE("loopserve's steps read what the newest queries chose, in double, at e
           const auto& attended = now.cache.attended(layer, now.id);
           REQUIRE(index_t(attended.size()) == expected.count());
           for (index_t list = 0; list < expected.count(); ++list) {
-            REQUIRE(attended[std::size_t(list)] == expected.read(list, now.next));
+            REQUIRE(attended[std::size_t(list)] == expected.read(list, first, now.next));
           }
           for (index_t t = 0; t < tokens; ++t) {
             for (index_t h = 0; h < shape.q_heads; ++h) {
@@ -255,6 +190,58 @@ TEST_CASE("conversations that choose again in one batch each get their own choic
     }
   }
   CHECK(chosen == 2);
+}
+
+TEST_CASE("drafted tokens count as outputs once they are accepted") {
+  support::rng random(338);
+  const tessera::model_shape shape{2, 4, 2};
+  const model_data data(random, shape, 160);
+  for (const bool with_slashes : {false, true}) {
+    method recipe;
+    recipe.set_budget(24);
+    recipe.schedule.first = 6;
+    recipe.schedule.every = 5;
+    if (with_slashes) recipe.prefill.lines = tessera::read_lines::both;
+    recipe.prefill.alpha = 0.4f;
+    talk<method> one_by_one(recipe, data), drafted(recipe, data);
+    one_by_one.prompt(100);
+    drafted.prompt(100);
+    index_t outputs = 0, choices = 0;
+    // Accepted of a draft of 6 tokens; they come to 6, 11 and 16 outputs, and what is not accepted counts for nothing.
+    for (const index_t accepted : {4, 2, 1, 4, 3, 2, 3}) {
+      const auto drafts = drafted.cache.prepare_draft({drafted.id}, 6);
+      std::vector<std::vector<float>> of_draft;
+      for (index_t layer = 0; layer < shape.layers; ++layer) {
+        of_draft.emplace_back(std::size_t(6 * shape.q_heads * dim));
+        drafted.cache.decode(layer, drafts, data.queries(layer, drafted.next, 6), data.keys(layer, drafted.next, 6),
+                             data.values(layer, drafted.next, 6),
+                             nhd_rows(of_draft.back().data(), 6, shape.q_heads, dim));
+      }
+      drafted.cache.accept(drafted.id, accepted);
+      drafted.next += accepted;
+      bool chose = false;
+      for (index_t t = 0; t < accepted; ++t) {
+        const auto out = one_by_one.step(1);
+        ++outputs;
+        chose = outputs >= 6 && (outputs - 6) % 5 == 0;
+        for (index_t layer = 0; layer < shape.layers; ++layer) {
+          const std::size_t row = std::size_t(shape.q_heads * dim);
+          for (std::size_t i = 0; i < row; ++i)
+            REQUIRE(of_draft[std::size_t(layer)][std::size_t(t) * row + i] ==
+                    Approx(out[std::size_t(layer) * row + i]).margin(1e-5));
+        }
+      }
+      choices += chose;
+      for (index_t layer = 0; layer < shape.layers; ++layer) {
+        for (index_t head = 0; head < shape.kv_heads; ++head) {
+          CAPTURE(outputs, layer, head);
+          REQUIRE(drafted.cache.readable(layer, drafted.id, head) ==
+                  one_by_one.cache.readable(layer, one_by_one.id, head));
+        }
+      }
+    }
+    CHECK(choices == 3);
+  }
 }
 
 TEST_CASE("sequences whose choices fall into different steps are refused as one batch") {

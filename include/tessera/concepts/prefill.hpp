@@ -47,10 +47,19 @@ index_t dense_rows_of(const P& pattern) {
 
 /// A line pattern that may add the vertical lines of all turns to a filter's candidates.
 ///   adds_to_reading() -> bool
+/// It may also say
+///   adds_slashes() -> bool         whether slash lines join, too: of distance d, key p - d for a step at position p
 template <class P>
 concept lasting_pattern = line_pattern<P> && requires(const P p) {
   { p.adds_to_reading() } -> std::same_as<bool>;
 };
+
+/// Whether slash lines of all turns' prompts join what steps read.
+template <class P>
+bool adds_slashes(const P& pattern) {
+  if constexpr (lasting_pattern<P> && requires { pattern.adds_slashes(); }) return pattern.adds_slashes();
+  return false;
+}
 
 /// A line pattern that a device can run. It says of every line whether it is always chosen, whatever its weight. A
 /// covering_pattern or counted_pattern chooses further lines by the sampled attention.

@@ -6,7 +6,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// How lines are found: by what each still covers, exactly, or by the paper's Algorithm 5.
+/// How lines are found: by what each still covers, exactly, which is this library's own search, or by the paper's
+/// Algorithm 5, which is what "as published" means.
 enum class line_search { coverage, paper };
 /// Which rows of a chunk are looked at: evenly spaced ones with the newest among them, or some that a seed draws.
 enum class row_sampling { even, random };
@@ -17,7 +18,9 @@ enum class row_sampling { even, random };
 ///
 /// The rows are evenly spaced and end with the newest, where a question often stands; with `sampling` random they
 /// follow from `seed` and the chunk's position. They are the same for all heads and layers. A chunk of at most `rows`
-/// rows is looked at whole. Tokens of earlier turns are keys here, never rows.
+/// rows is looked at whole. A prompt in one chunk thus has one sample; one in several chunks has `rows` rows of each,
+/// since lines are chosen by rows that attend them. Nothing is promised of what rows that were not sampled look at.
+/// Tokens of earlier turns are keys here, never rows.
 /// Errors   alpha outside (0, 1], no rows, a seed out of range: tessera::error.
 /// Cost     one pass over K for `rows` rows of each query head, and memory for their attention; then lines *
 ///          log(lines).
@@ -89,7 +92,7 @@ struct covering_lines {
           "which rows: evenly spaced with the newest among them, or drawn by the seed");
     visit("seed", self.seed, value_range{0, max_tokens}, "another seed, other random rows");
     visit("algorithm", self.algorithm, one_word_of{"coverage or paper"},
-          "how lines are found: exactly, or as published");
+          "how lines are found: by this library's search, exact on the sample, or as published");
   }
 };
 

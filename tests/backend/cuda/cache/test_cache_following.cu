@@ -98,6 +98,22 @@ TEST_CASE("loopserve_decode chooses again as the CPU does, by kv_head and by que
   if (gpu_missing()) return;
   hold_conversations<decoding>(60, scales::any, often{});
 }
+TEST_CASE("loopserve_decode observes as many as 96 queries, as the CPU does", "[gpu][cache][following]") {
+  if (gpu_missing()) return;
+  hold_conversations<decoding>(20, scales::any, [](auto& method, const model_shape& shape) {
+    often{}(method, shape);
+    const index_t windows[] = {1, 33, 48, 64, 95, 96};
+    method.retain.scorer.window = windows[draw(0, 5)];
+    method.set_budget(draw(96, 120));
+  });
+}
+TEST_CASE("steps that read slash lines are the CPU's alone", "[gpu][cache][following]") {
+  if (gpu_missing()) return;
+  whole method;
+  method.prefill.lines = read_lines::both;
+  CHECK_THROWS_WITH((cuda::cache<whole>({2, 4, 2}, method, options_of(1))),
+                    contains("lines is both; expected off or vertical on a GPU"));
+}
 TEST_CASE("loopserve chooses again as the CPU does, behind prompts along lines", "[gpu][cache][following]") {
   if (gpu_missing()) return;
   hold_conversations<whole>(40, scales::any, often{});

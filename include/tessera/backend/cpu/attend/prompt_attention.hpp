@@ -19,9 +19,11 @@ namespace cpu {
 
 /// Attends everything. Both kinds have these calls:
 ///   open(id), close(id)           opens a sequence; releases its memory, and needs none
-///   copy(source, target)          copies to an empty sequence the columns that steps will read
+///   copy(source, target)          copies to an empty sequence the lines that steps will read
 ///   attend(...)                   attends a chunk's rows; where it throws, nothing has changed
 ///   join(owner, selections)       adds the prompts' columns to the selections of a filter
+///   has_slashes(owner)            whether slash lines of prompts join what steps read
+///   with_slashes(owner, ...)      what a step reads, with what those say of its tokens
 ///   lines(owner)                  of the last chunk that was traced
 template <class Recipe, bool ChoosesLines = Recipe::prefill_type::chooses_lines>
 class prompt_attending {
@@ -37,6 +39,7 @@ class prompt_attending {
     prefill_attention(view, queries, rule, output, workers);
   }
   void join(sequence_layer, const Recipe&, host_vector<selection>&) const {}
+  static constexpr bool has_slashes(sequence_layer) { return false; }
   const prompt_lines& lines(sequence_layer) const { return none_; }
   offset_t bytes(sequence_layer) const { return 0; }
   offset_t upper_bound(const Recipe&, const turn_extent&) const { return 0; }
@@ -57,7 +60,9 @@ class prompt_attending<Recipe, true> {
   void close(index_t id) { remembered_.clear(id); }
   void copy(index_t source, index_t target) {
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      remembered_[sequence_layer{layer, target}].columns = remembered_[sequence_layer{layer, source}].columns;
+      remembered& to = remembered_[sequence_layer{layer, target}];
+      to.columns = remembered_[sequence_layer{layer, source}].columns;
+      to.slashes = remembered_[sequence_layer{layer, source}].slashes;
     }
   }
   void trace(bool on) { tracing_ = on; }
@@ -69,10 +74,15 @@ class prompt_attending<Recipe, true> {
     auto& [lines, memory] = *choosing_;
     choose_lines(recipe.prefill, view, queries, rule, lines, memory, workers);
     remembered& own = remembered_[owner];
-    host_vector<host_vector<index_t>> columns = joined_columns(recipe, own, lines);
+    lines_by_head columns, slashes;
+    if constexpr (lasting_pattern<pattern_type>) {
+      if (recipe.prefill.adds_to_reading()) columns = joined(own.columns, lines, &line_set::vertical);
+      if (adds_slashes(recipe.prefill)) slashes = joined(own.slashes, lines, &line_set::slash);
+    }
     prompt_lines traced = tracing_ ? lines : prompt_lines{};
     line_attention(view, queries, rule, lines, output, workers);
     own.columns = std::move(columns);
+    own.slashes = std::move(slashes);
     if (tracing_) own.lines = std::move(traced);
   }
 
@@ -94,58 +104,79 @@ class prompt_attending<Recipe, true> {
             const host_vector<index_t>& columns = own.columns[std::size_t(h * group + g)];
             row.insert(row.end(), columns.begin(), columns.end());  // a filter drops nothing: slots are positions
           }
-          std::sort(row.begin(), row.end());
-          row.erase(std::unique(row.begin(), row.end()), row.end());
-          joined.indices.insert(joined.indices.end(), row.begin(), row.end());
-          joined.counts.push_back(index_t(row.size()));
-          joined.offsets.push_back(offset_t(joined.indices.size()));
+          add_row(row, joined);
         }
       }
     }
   }
-
+  bool has_slashes(sequence_layer owner) const { return !remembered_[owner].slashes.empty(); }
+  /// What a step of `tokens` tokens reads of heads of these lengths, the first token at position `first`: the slots of
+  /// `list`, of member `member` of `members`, and what slash lines say of the step's tokens. A draft's tokens are not
+  /// among the lengths.
+  template <class List>
+  selection with_slashes(sequence_layer owner, const List& list, index_t member, index_t members, index_t first,
+                         index_t tokens, const host_vector<index_t>& lengths) const {
+    const index_t group = shape_.q_heads / shape_.kv_heads;
+    selection joined;
+    for (index_t h = 0; h < shape_.kv_heads; ++h) {
+      host_vector<index_t> row(list.row(h), list.row(h) + list.count(h));
+      for (index_t g = members == 1 ? 0 : member; g < (members == 1 ? group : member + 1); ++g) {
+        for (const index_t distance : remembered_[owner].slashes[std::size_t(h * group + g)]) {
+          const index_t begin = (std::max)(0, first - distance);
+          const index_t end = (std::min)(first + tokens - distance, lengths[std::size_t(h)]);
+          for (index_t slot = begin; slot < end; ++slot) row.push_back(slot);
+        }
+      }
+      add_row(row, joined);
+    }
+    return joined;
+  }
   const prompt_lines& lines(sequence_layer owner) const { return remembered_[owner].lines; }
   offset_t bytes(sequence_layer owner) const {
     offset_t bytes = 0;
-    for (const auto& columns : remembered_[owner].columns) {
-      bytes += offset_t(columns.capacity() * sizeof(index_t));
+    for (const lines_by_head* all : {&remembered_[owner].columns, &remembered_[owner].slashes}) {
+      for (const auto& lines : *all) bytes += offset_t(lines.capacity() * sizeof(index_t));
     }
     return bytes;
   }
-  /// The most that the columns of a layer take.
+  /// The most that the lines of a layer take.
   offset_t upper_bound([[maybe_unused]] const Recipe& recipe, [[maybe_unused]] const turn_extent& turn) const {
     if constexpr (lasting_pattern<pattern_type>) {
-      if (recipe.prefill.adds_to_reading()) return offset_t(shape_.q_heads) * turn.prompt * offset_t(sizeof(index_t));
+      const index_t kinds = index_t(recipe.prefill.adds_to_reading()) + index_t(adds_slashes(recipe.prefill));
+      return kinds * offset_t(shape_.q_heads) * turn.prompt * offset_t(sizeof(index_t));
     }
     return 0;
   }
 
  private:
+  using lines_by_head = host_vector<host_vector<index_t>>;  // of all prompts; none where nobody reads them
   struct remembered {
-    prompt_lines lines;                         // of the last chunk, when traced
-    host_vector<host_vector<index_t>> columns;  // by query head, of all prompts; none where nobody reads them
+    prompt_lines lines;  // of the last chunk, when traced
+    lines_by_head columns, slashes;
   };
   struct workspace {
     prompt_lines lines;
     line_workspace<Recipe::layout_type::k_dim> memory;
   };
 
-  static host_vector<host_vector<index_t>> joined_columns([[maybe_unused]] const Recipe& recipe,
-                                                          [[maybe_unused]] const remembered& own,
-                                                          [[maybe_unused]] const prompt_lines& lines) {
-    if constexpr (lasting_pattern<pattern_type>) {
-      if (!recipe.prefill.adds_to_reading()) return {};
-      host_vector<host_vector<index_t>> columns = own.columns;
-      columns.resize(lines.heads.size());
-      for (std::size_t h = 0; h < columns.size(); ++h) {
-        host_vector<index_t> both;
-        std::set_union(columns[h].begin(), columns[h].end(), lines.heads[h].vertical.begin(),
-                       lines.heads[h].vertical.end(), std::back_inserter(both));
-        columns[h] = host_vector<index_t>(both);
-      }
-      return columns;
+  /// `all` with the chosen lines of a kind.
+  static lines_by_head joined(lines_by_head all, const prompt_lines& chosen, host_vector<index_t> line_set::* kind) {
+    all.resize(chosen.heads.size());
+    for (std::size_t h = 0; h < all.size(); ++h) {
+      const host_vector<index_t>& fresh = chosen.heads[h].*kind;
+      host_vector<index_t> both;
+      std::set_union(all[h].begin(), all[h].end(), fresh.begin(), fresh.end(), std::back_inserter(both));
+      all[h] = host_vector<index_t>(both);
     }
-    return {};
+    return all;
+  }
+  /// Adds a row of slots in any order, each perhaps several times.
+  static void add_row(host_vector<index_t>& row, selection& to) {
+    std::sort(row.begin(), row.end());
+    row.erase(std::unique(row.begin(), row.end()), row.end());
+    to.indices.insert(to.indices.end(), row.begin(), row.end());
+    to.counts.push_back(index_t(row.size()));
+    to.offsets.push_back(offset_t(to.indices.size()));
   }
 
   model_shape shape_;

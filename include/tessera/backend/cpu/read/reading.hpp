@@ -87,6 +87,8 @@ class reading {
       return stored.view(owner);
     }
   }
+  /// One set of a filter's candidates.
+  const candidates& list(sequence_layer owner, index_t member) const { return candidates_[owner][std::size_t(member)]; }
   /// Logical positions that steps may read of one head, by any set of candidates.
   host_vector<index_t> positions(sequence_layer owner, index_t head, const store_type& stored) const {
     host_vector<index_t> result;

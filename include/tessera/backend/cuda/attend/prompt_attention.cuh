@@ -79,6 +79,8 @@ class prompt_attending<Recipe, View, Out, true> {
         columns_(std::size_t(shape.layers) * std::size_t(options.sequences) * std::size_t(shape.q_heads) *
                  std::size_t(words_)),
         lines_(shape.layers) {
+    require(!adds_slashes(recipe.prefill), "lines", "both", "off or vertical on a GPU",
+            "pass lines vertical, or use the backend on the CPU, whose steps read slash lines too");
     lines_.open(options.sequences - 1);
     recipe.prefill.sample(0, options.tokens, sampled_);  // the longest chunk has the most rows
     max_rows_ = index_t(sampled_.size());

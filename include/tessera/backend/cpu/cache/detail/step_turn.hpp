@@ -81,7 +81,8 @@ class step_turn {
       const logit_rule rule = parts_.roles.rule(layer);
       const index_t next = known.progress(owner).next_position;
       // Queries without a window that read everything differ in nothing that their positions decide.
-      const bool together = !Recipe::retrieve_type::retrieves && rule.sliding_window <= 0;
+      const bool together =
+          !Recipe::retrieve_type::retrieves && rule.sliding_window <= 0 && !parts_.prompts.has_slashes(owner);
       for (index_t t = 0, tokens = together ? tree.tokens() : 1; t < tree.tokens(); t += tokens) {
         const auto some = [&](auto rows) {
           rows.data += offset_t(t) * rows.token_stride;
@@ -160,10 +161,26 @@ class step_turn {
     const planned<Recipe>& policies = known.sequence(owner.id).policies;
     for (index_t m = 0, members = parts_.read_stage.members(owner); m < members; ++m) {
       const group_member<E> part(queries.q, rule, m, members);
-      read(owner, policies, parts_.read_stage.view(owner, parts_.store, m),
-           query_rows<E>{part.q, queries.first_position}, part.rule,
-           {every_head(to.out, m, members), every_head(to.lse, m, members)});
+      show(owner, m, *queries.first_position, queries.q.tokens, [&](const auto& view) {
+        read(owner, policies, view, query_rows<E>{part.q, queries.first_position}, part.rule,
+             {every_head(to.out, m, members), every_head(to.lse, m, members)});
+      });
     }
+  }
+  /// Calls `visit(view)` with what a step of `tokens` tokens may read of a layer, the first at position `first`.
+  template <class Visit>
+  void show(sequence_layer owner, index_t member, [[maybe_unused]] index_t first, [[maybe_unused]] index_t tokens,
+            const Visit& visit) {
+    if constexpr (Recipe::retain_type::chooses && !Recipe::retain_type::drops &&
+                  lasting_pattern<typename Recipe::prefill_type>) {
+      if (parts_.prompts.has_slashes(owner)) {
+        const selection joined =
+            parts_.prompts.with_slashes(owner, parts_.read_stage.list(owner, member), member,
+                                        parts_.read_stage.members(owner), first, tokens, parts_.store.lengths(owner));
+        return visit(parts_.read_stage.view_of(owner, parts_.store, joined));
+      }
+    }
+    visit(parts_.read_stage.view(owner, parts_.store, member));
   }
   /// Appends accepted rows, observes their queries, and plans what is due. `item`: the observer's place for it.
   template <class E>
@@ -208,8 +225,10 @@ class step_turn {
     const index_t members = parts_.read_stage.members(owner);
     for (index_t m = 0; m < members; ++m) {
       const group_member<E> part(q, rule, m, members);
-      attend(owner, b, policies, parts_.read_stage.view(owner, parts_.store, m), query_rows<E>{part.q, &first},
-             part.rule, {every_head(output.out, m, members), every_head(output.lse, m, members)}, m);
+      show(owner, m, first, k.tokens, [&](const auto& view) {
+        attend(owner, b, policies, view, query_rows<E>{part.q, &first}, part.rule,
+               {every_head(output.out, m, members), every_head(output.lse, m, members)}, m);
+      });
     }
     parts_.log.add_bytes(
         b, parts_.first.observer().observe_step(b, owner, parts_.store, policies, rule, q, next, *parts_.workers));
