@@ -71,10 +71,6 @@ class cpu_runner final : public runner {
   }
 
  private:
-  static engine::prefill_options in_chunks(engine::prefill_options options) {
-    options.chunk = prompt_chunk;
-    return options;
-  }
   engine::llama model_;
 };
 

@@ -1,6 +1,7 @@
 // Where a command computes: which backends there are, and a model with its caches on one of them.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <memory>
 #include <span>
@@ -17,8 +18,8 @@ namespace tool {
 
 enum class backend { cpu, cuda };
 
-/// Tokens of a prompt that pass through the layers together, on every backend: methods that choose for each chunk, as lines are
-/// chosen, answer alike only where chunks are. It is enough to keep a large device busy.
+/// Tokens of a prompt that pass through the layers together unless a command says otherwise, on every backend: methods that choose
+/// for each chunk, as lines are chosen, answer alike only where chunks are. It is enough to keep a large device busy.
 inline constexpr std::int32_t prompt_chunk = 2048;
 
 /// The backends of this build.
@@ -46,6 +47,9 @@ class runner {
   virtual backend where() const = 0;
   virtual const engine::llama_config& config() const = 0;
 
+  /// Prompts are handed over in chunks of so many tokens from now on, whatever `options.chunk` says.
+  void set_chunk(std::int32_t tokens) { chunk_ = tokens; }
+
   virtual std::vector<float> prefill(std::span<const engine::token_t> prompt, method_cache& cache,
                                      const engine::prefill_options& options = {}) = 0;
 
@@ -64,6 +68,15 @@ class runner {
 
   virtual std::vector<engine::token_t> extend(std::span<const float> logits, method_cache& cache,
                                               const engine::generate_options& options = {}) = 0;
+
+ protected:
+  engine::prefill_options in_chunks(engine::prefill_options options) const {
+    options.chunk = chunk_;
+    return options;
+  }
+
+ private:
+  std::int32_t chunk_ = prompt_chunk;
 };
 
 /// Loads a model's weights to where they are needed. `workers` must outlive the runner.

@@ -163,6 +163,9 @@ void evaluate(const eval_options& given) {
   const auto variants = parse_variants(given);
   const element_type element = parse_element(given.dtype);
   question_source source(given);
+  const std::int32_t chunk = given.chunk == "whole"
+                                 ? tessera::max_tokens
+                                 : std::int32_t(parse_count("--chunk", given.chunk, 1, tessera::max_tokens));
   const auto workers = make_workers(given.threads);
   if (!given.json.empty()) engine::require_writable(given.json);
   const std::filesystem::path folder = given.model;
@@ -183,6 +186,7 @@ void evaluate(const eval_options& given) {
     progress_line progress("loading the model");
     return load_model(folder, where, *workers);
   }();
+  model->set_chunk(chunk);
   evaluation evaluation(*model, tokenizer, variants, element, workers);
   const gentle_end gentle;
   const auto start = std::chrono::steady_clock::now();

@@ -41,7 +41,7 @@ struct run_options {
 
 struct eval_options : document_options {
   std::string model, methods, budgets, questions, json;
-  std::string backend = "cpu", dtype = "bf16", count = "40", threads = "0";
+  std::string backend = "cpu", dtype = "bf16", count = "40", threads = "0", chunk = "2048";
   std::vector<std::string> settings, varied;
 };
 

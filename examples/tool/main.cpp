@@ -115,6 +115,8 @@ void add_documents(CLI::App& command, tool::eval_options& given) {
   given.tasks = TESSERA_DATA_DIR "/tasks.json";
   CLI::Option* context = add_text(command, "--context", "1..16777216", given.context, "tokens of a document");
   CLI::Option* suite = add_text(command, "--suite", "NAME", given.suite, "group of task families, listed below");
+  CLI::Option* turns = add_text(command, "--turns", "1..9", given.turns,
+                                "turns of a conversation of suite conversations, which share --context; 3 if left out");
   CLI::Option* families = add_text(command, "--families", "NAME,...", given.families,
                                    "task families, separated by commas, in place of a suite")
                               ->excludes(suite);
@@ -124,7 +126,7 @@ void add_documents(CLI::App& command, tool::eval_options& given) {
   CLI::Option* tasks = add_text(command, "--tasks", "FILE", given.tasks, "word lists, templates and families");
   CLI::Option* questions = add_text(command, "--questions", "FILE", given.questions,
                                     "your own questions instead, JSON Lines; - is standard input");
-  for (CLI::Option* unused : {suite, families, context, count, seed, text, tasks}) questions->excludes(unused);
+  for (CLI::Option* unused : {suite, families, turns, context, count, seed, text, tasks}) questions->excludes(unused);
 }
 
 void add_agree(CLI::App& app) {
@@ -173,6 +175,8 @@ void add_eval(CLI::App& app) {
       ->type_name("NAME=VALUE,...")
       ->allow_extra_args(false);
   add_documents(*command, *given);
+  add_text(*command, "--chunk", "1..16777216|whole", given->chunk,
+           "tokens of a prompt that a cache gets at a time, or whole: all of them");
   add_text(*command, "--json", "FILE", given->json, "also write the result as JSON to this file");
   add_text(*command, "--backend", "cpu|cuda", given->backend, "where to compute: cpu or cuda");
   add_threads(*command, given->threads);

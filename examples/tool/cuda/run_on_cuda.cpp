@@ -61,17 +61,15 @@ class cuda_runner final : public runner {
   const engine::llama_config& config() const override { return model_.config(); }
   std::vector<float> prefill(std::span<const engine::token_t> prompt, method_cache& cache,
                              const engine::prefill_options& options) override {
-    engine::prefill_options wider = options;
-    wider.chunk = cache.judged_together() > 0 ? std::min(prompt_chunk, cache.judged_together()) : prompt_chunk;
-    return model_.prefill(prompt, device_cache(cache), wider);
+    engine::prefill_options chunked = in_chunks(options);
+    if (cache.judged_together() > 0) chunked.chunk = std::min(chunked.chunk, cache.judged_together());
+    return model_.prefill(prompt, device_cache(cache), chunked);
   }
   std::vector<float> prefill_all(std::span<const engine::token_t> prompt,
                                  const std::vector<std::unique_ptr<method_cache>>& caches,
                                  const engine::prefill_options& options) override {
     cuda_fan_out all(caches);
-    engine::prefill_options wider = options;
-    wider.chunk = prompt_chunk;
-    return model_.prefill(prompt, all, wider);
+    return model_.prefill(prompt, all, in_chunks(options));
   }
   void reread(std::span<const engine::token_t> prompt, method_cache& cache,
               const engine::prefill_options& options) override {

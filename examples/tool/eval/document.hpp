@@ -14,7 +14,7 @@ namespace tool {
 
 /// What the command line says of documents, as text.
 struct document_options {
-  std::string families, suite = "all", text, tasks, context = "4096", seed = "1";
+  std::string families, suite = "all", text, tasks, context = "4096", seed = "1", turns;
 };
 
 /// What documents to make.
@@ -23,6 +23,7 @@ struct document_plan {
   std::int64_t room = 4096;     ///< tokens of the longest conversation that the model takes
   std::size_t count = 40;       ///< conversations of each family
   std::uint64_t seed = 0;
+  std::size_t turns = 3;  ///< of a dialogue
 };
 
 /// Options of documents that are numbers, families and files that exist.
@@ -32,7 +33,8 @@ struct document_request {
   std::vector<std::string> families;
   std::string text;  ///< path
 
-  /// Reads the tasks file and nothing else. Errors: no number, an unknown suite or family, a tasks file that is none.
+  /// Reads the tasks file and nothing else. Errors: no number, an unknown suite or family, turns where no family is a dialogue, a
+  /// tasks file that is none.
   static document_request checked(const document_options& given);
 
   /// Errors: documents longer than `room`, the model's context; a family whose sentences alone are longer than a document.
@@ -45,7 +47,7 @@ class document_maker {
   /// Keeps references: text, tokenizer and book must outlive it.
   document_maker(std::string_view text, const engine::tokenizer& tokenizer, const task_book& book);
 
-  /// Conversation `index` of a family. It depends on the plan, the family and the index and on nothing else.
+  /// Conversation `index` of a family. A dialogue's turns share the context evenly. It depends on the plan, the family and the index and on nothing else.
   /// Errors: a context that is too short for the family's sentences, or longer than the text.
   conversation make(std::string_view family, std::size_t index, const document_plan& plan) const;
 
@@ -55,8 +57,10 @@ class document_maker {
   };
 
   span slice(random_source& random, std::int64_t tokens) const;
-  std::vector<std::string> hide(random_source& random, span lines, const task& task, double stratum_begin,
-                                double stratum_size) const;
+  std::vector<std::string> hide(random_source& random, span lines, const std::vector<std::string>& sentences,
+                                double stratum_begin = 0, double stratum_size = 1) const;
+  conversation dialogue_of(std::string_view family, random_source& random, const document_plan& plan) const;
+  std::string prompt_of(const std::vector<std::string>& lines, const std::string& question, question_place place) const;
 
   const engine::tokenizer& tokenizer_;
   const task_book& book_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 #include <tessera/core/error.hpp>
+#include <utility>
 
 #include "tool/methods/registry.hpp"
 #include "tool/methods/values.hpp"
@@ -92,6 +93,18 @@ engine::prefill_options evaluation::ticking() const {
   return options;
 }
 
+// Counts the pairs of a prompt whose rows attend lines, chunk by chunk.
+engine::prefill_options evaluation::counting(const method_info& method, const method_cache& cache,
+                                             engine::prefill_options options, pair_count& pairs) const {
+  if (!method.chooses_lines) return options;
+  options.progress = [this, &cache, &pairs, next = index_t(cache.next_position())](std::int64_t, std::int64_t) mutable {
+    const index_t first = std::exchange(next, index_t(cache.next_position()));
+    count_pairs(cache, request_.shape, first, next, pairs);
+    tick_();
+  };
+  return options;
+}
+
 void evaluation::ask_all(const std::string& family, const std::vector<planned_turn>& turns) {
   prompt_all(turns, [&](std::size_t variant, std::vector<float> logits, method_cache& cache) {
     answer(variant, family, turns, std::move(logits), cache);
@@ -100,7 +113,11 @@ void evaluation::ask_all(const std::string& family, const std::vector<planned_tu
 
 void evaluation::prompt_all(const std::vector<planned_turn>& turns, const visitor& visit) {
   std::vector<std::unique_ptr<method_cache>> shared;
-  for (const std::size_t first : first_of_method_) shared.push_back(empty_cache(variants_[first], turns));
+  for (const std::size_t first : first_of_method_) {
+    shared.push_back(empty_cache(variants_[first], turns));
+    if (variants_[first].method->chooses_lines) (void)shared.back()->trace_lines();
+  }
+  pairs_of_cache_.assign(shared.size(), {});
   const std::vector<std::uint8_t> boundaries = tokenizer_.boundaries(turns[0].prompt);
   engine::prefill_options options = ticking();
   options.boundaries = boundaries;
@@ -127,7 +144,7 @@ void evaluation::prompt_all(const std::vector<planned_turn>& turns, const visito
 // passes the document through the model alone, all others together.
 std::vector<std::vector<float>> evaluation::prefill_first(const std::vector<token_t>& prompt,
                                                           std::vector<std::unique_ptr<method_cache>>& caches,
-                                                          const engine::prefill_options& options) const {
+                                                          const engine::prefill_options& options) {
   std::vector<std::vector<std::size_t>> passes;
   std::optional<std::size_t> dense;
   for (std::size_t i = 0; i < caches.size(); ++i) {
@@ -140,7 +157,9 @@ std::vector<std::vector<float>> evaluation::prefill_first(const std::vector<toke
   for (const auto& pass : passes) {
     std::vector<std::unique_ptr<method_cache>> together;
     for (const std::size_t i : pass) together.push_back(std::move(caches[i]));
-    const std::vector<float> last = model_.prefill_all(prompt, together, options);
+    const method_info& method = *variants_[first_of_method_[pass[0]]].method;
+    const std::vector<float> last =
+        model_.prefill_all(prompt, together, counting(method, *together[0], options, pairs_of_cache_[pass[0]]));
     for (std::size_t i = 0; i < pass.size(); ++i) {
       caches[pass[i]] = std::move(together[i]);
       logits[pass[i]] = last;
@@ -153,15 +172,22 @@ std::vector<std::vector<float>> evaluation::prefill_first(const std::vector<toke
 void evaluation::answer(std::size_t variant, const std::string& family, const std::vector<planned_turn>& turns,
                         std::vector<float> logits, method_cache& cache) {
   std::vector<token_t> pending;  // generated, not in the cache yet
+  const method_info& method = *variants_[variant].method;
+  const std::size_t shared = cache_of_variant_[variant];
+  if (method.chooses_lines) (void)cache.trace_lines();
+  pair_count pairs = shared == own_prefill ? pair_count{} : pairs_of_cache_[shared];
   for (std::size_t i = 0; i < turns.size(); ++i) {
     if (i > 0) {
       pending.insert(pending.end(), turns[i].prompt.begin(), turns[i].prompt.end());
       const std::vector<std::uint8_t> boundaries = tokenizer_.boundaries(pending);
       engine::prefill_options options = ticking();
       options.boundaries = boundaries;
-      logits = model_.prefill(pending, cache, options);
+      pairs = {};
+      logits = model_.prefill(pending, cache, counting(method, cache, options, pairs));
     }
     cell& sums = cell_of(variant, family, int(i) + 1);
+    sums.pairs.attended += pairs.attended;
+    sums.pairs.visible += pairs.visible;
     sums.bytes_held += double(cache.bytes());
     sums.bytes_full += double(cache.full_bytes(index_t(cache.next_position())));
     const std::vector<token_t> generated = generate(turns[i], logits, cache);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/tokenizer.hpp"
+#include "prompt_pairs.hpp"
 #include "questions.hpp"
 #include "tool/backend.hpp"
 #include "tool/methods/method_cache.hpp"
@@ -34,6 +35,7 @@ struct cell {
   double bytes_held = 0, bytes_full = 0;  ///< right after the turn's prefill
   double bytes_read = 0;                  ///< of all decode steps of the answers
   std::int64_t steps = 0;
+  pair_count pairs;                  ///< of the turn's prompt; none where its rows attend everything
   std::vector<std::string> answers;  ///< what the model wrote, question by question
   std::vector<bool> verdicts;        ///< and whether it was right
 
@@ -91,8 +93,10 @@ class evaluation {
   void ask_all(const std::string& family, const std::vector<planned_turn>& turns);
   std::vector<std::vector<float>> prefill_first(const std::vector<engine::token_t>& prompt,
                                                 std::vector<std::unique_ptr<method_cache>>& caches,
-                                                const engine::prefill_options& options) const;
+                                                const engine::prefill_options& options);
   engine::prefill_options ticking() const;
+  engine::prefill_options counting(const method_info& method, const method_cache& cache,
+                                   engine::prefill_options options, pair_count& pairs) const;
   void answer(std::size_t variant, const std::string& family, const std::vector<planned_turn>& turns,
               std::vector<float> logits, method_cache& cache);
   std::unique_ptr<method_cache> empty_cache(const variant& variant, const std::vector<planned_turn>& turns) const;
@@ -109,6 +113,7 @@ class evaluation {
   std::vector<std::size_t> first_of_method_;
   static constexpr std::size_t own_prefill = std::size_t(-1);  // a variant that compresses a prompt while it comes in
   std::vector<std::size_t> cache_of_variant_;                  // index into first_of_method_, or own_prefill
+  std::vector<pair_count> pairs_of_cache_;                     // of the first prompt, by first_of_method_
   std::vector<cell> cells_;
   std::function<void()> tick_ = [] {};
 };

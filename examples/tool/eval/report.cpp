@@ -59,7 +59,8 @@ std::vector<column_group> family_groups(const std::vector<variant>& variants, co
 }
 
 std::vector<column_group> cost_groups(const std::vector<variant>& variants, const std::vector<cell>& cells) {
-  column held{"held %", {}}, read{"per step", {}};
+  column held{"held %", {}}, read{"per step", {}}, pairs{"pairs %", {}};
+  bool lines = false;
   for (std::size_t i = 0; i < variants.size(); ++i) {
     cell sum;
     for (const cell& one : cells) {
@@ -68,11 +69,17 @@ std::vector<column_group> cost_groups(const std::vector<variant>& variants, cons
       sum.bytes_full += one.bytes_full;
       sum.bytes_read += one.bytes_read;
       sum.steps += one.steps;
+      sum.pairs.attended += one.pairs.attended;
+      sum.pairs.visible += one.pairs.visible;
     }
+    lines |= sum.pairs.visible > 0;
+    pairs.rows.push_back(sum.pairs.visible > 0 ? percent_text(sum.pairs.attended, sum.pairs.visible) : "100");
     held.rows.push_back(percent_text(sum.bytes_held, sum.bytes_full));
     read.rows.push_back(sum.steps > 0 ? bytes_text(sum.mean_read()) : "-");
   }
-  return {{"memory", {held}}, {"read", {read}}};
+  std::vector<column_group> groups{{"memory", {held}}, {"read", {read}}};
+  if (lines) groups.push_back({"prompt", {pairs}});
+  return groups;
 }
 
 std::string padded(const std::string& text, std::size_t width, bool left) {
@@ -141,6 +148,7 @@ std::string json_text(const std::vector<variant>& variants, const std::vector<ce
     item["bytes_held"] = cell.mean_held();
     item["bytes_full"] = cell.mean_full();
     item["bytes_read_per_step"] = cell.mean_read();
+    item["prompt_pairs"] = cell.pairs.visible > 0 ? cell.pairs.attended / cell.pairs.visible : 1;
     item["answers"] = cell.answers;
     item["verdicts"] = cell.verdicts;
     list.push_back(std::move(item));

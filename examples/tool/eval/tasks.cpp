@@ -1,118 +1,24 @@
 #include "tasks.hpp"
 
 #include <limits>
-#include <map>
-#include <nlohmann/json.hpp>
-#include <tessera/core/error.hpp>
 
 #include "engine/files/input_file.hpp"
+#include "task_spec.hpp"
 #include "tool/methods/values.hpp"
 
 namespace tool {
-namespace {
-
-using strings = std::vector<std::string>;
-
-struct code {
-  std::string name, value;
-};
-
-// A template with {name} and the like filled in.
-std::string filled(std::string text, std::initializer_list<std::pair<std::string_view, std::string_view>> values) {
-  for (const auto& [name, value] : values) {
-    const std::string slot = "{" + std::string(name) + "}";
-    const std::size_t at = text.find(slot);
-    if (at != std::string::npos) text.replace(at, slot.size(), value);
-  }
-  return text;
-}
-
-std::string joined_by(const strings& parts, const std::string& separator) {
-  std::string all;
-  for (const std::string& part : parts) all += (all.empty() ? "" : separator) + part;
-  return all;
-}
-
-// A number of the file: how many of something a document has.
-std::size_t counted(const nlohmann::json& value, const char* key) {
-  constexpr std::size_t most = 1000;
-  const bool fits = value.is_number_unsigned() && value.get<std::size_t>() >= 1 && value.get<std::size_t>() <= most;
-  if (!fits) {
-    tessera::fail(key, value.is_number() ? value.dump() : std::string(value.type_name()),
-                  "a whole number from 1 to " + std::to_string(most), "start from examples/data/tasks.json");
-  }
-  return value.get<std::size_t>();
-}
-
-// `count` different results of `draw`.
-template <class Draw>
-strings distinct(std::size_t count, const Draw& draw) {
-  strings values;
-  for (std::size_t tries = 0; values.size() < count; ++tries) {
-    tessera::require(tries < std::min<std::size_t>(1000 * (count + 1), 100'000), "different values in the tasks file",
-                     values.size(), "at least " + std::to_string(count), "lengthen its word list");
-    const std::string value = draw();
-    if (std::find(values.begin(), values.end(), value) == values.end()) values.push_back(value);
-  }
-  return values;
-}
-
-strings draw_numbers(random_source& random, std::size_t count) {
-  return distinct(count, [&] { return std::to_string(10000 + random.below(90000)); });
-}
-
-// Merges ordered lists at random; each keeps its order.
-strings interleaved(random_source& random, const std::vector<strings>& groups) {
-  std::vector<std::size_t> order, next(groups.size(), 0);
-  for (std::size_t group = 0; group < groups.size(); ++group) order.insert(order.end(), groups[group].size(), group);
-  random.shuffle(order);
-  strings all;
-  for (const std::size_t group : order) all.push_back(groups[group][next[group]++]);
-  return all;
-}
-
-}  // namespace
 
 const std::vector<suite>& suites() {
   constexpr std::size_t any = std::numeric_limits<std::size_t>::max();
   static const std::vector<suite> all{
-      {"all", "every family", 1, any},
+      {"all", "every family of one document", 1, any},
       {"singleturn", "one question a document", 1, 1},
-      {"multiturn", "at least three questions over one document, the answers stay in the conversation", 3, any}};
+      {"multiturn", "at least three questions over one document, the answers stay in the conversation", 3, any},
+      {"conversations",
+       "new text in every turn, also text that nobody asks about, the question before, within or behind it; --turns", 0,
+       0}};
   return all;
 }
-
-struct task_book::spec {
-  nlohmann::json all;
-  strings names, words;
-
-  std::string text(const char* key) const { return all.at(key).get<std::string>(); }
-  std::size_t number(std::string_view family, const char* key) const {
-    return counted(all.at("families").at(std::string(family)).at(key), key);
-  }
-  std::string needle(const code& hidden) const {
-    return filled(text("needle"), {{"name", hidden.name}, {"value", hidden.value}});
-  }
-  asked ask_one(const code& wanted) const { return {filled(text("ask_one"), {{"name", wanted.name}}), wanted.value}; }
-
-  // Codes are words, not digits: the first one is what the prompt's last token has to find.
-  strings draw_values(random_source& random, std::size_t count) const {
-    const std::size_t parts = counted(all.at("value_words"), "value_words");
-    return distinct(count, [&] { return joined_by(random.sample(words, parts), " "); });
-  }
-
-  std::vector<code> draw_codes(random_source& random, std::size_t count) const {
-    const strings drawn = random.sample(names, count), values = draw_values(random, count);
-    std::vector<code> codes;
-    for (std::size_t i = 0; i < count; ++i) codes.push_back({drawn[i], values[i]});
-    return codes;
-  }
-  strings needles(const std::vector<code>& codes) const {
-    strings sentences;
-    for (const code& hidden : codes) sentences.push_back(needle(hidden));
-    return sentences;
-  }
-};
 
 task_book task_book::load(const std::filesystem::path& path) {
   const std::string text = engine::read_text_file(path);
@@ -134,6 +40,7 @@ task_book task_book::load(const std::filesystem::path& path) {
       random_source trial(0);
       book.turns_of_family_.push_back(book.make(family, trial).turns.size());  // reads every entry it needs
     }
+    if (book.spec_->all.contains("dialogues")) book.add_dialogues();
     (void)book.question_line("");  // what documents need beside their families
     return book;
   } catch (const tessera::error& problem) {
@@ -154,6 +61,7 @@ std::vector<std::string> task_book::families_of(std::string_view suite_name) con
   require_one_of("suite", suite_name, names);
   for (const suite& known : suites()) {
     if (known.name != suite_name) continue;
+    if (known.most_turns == 0) fitting = dialogues_;
     for (std::size_t i = 0; i < families_.size(); ++i) {
       const std::size_t turns = turns_of_family_[i];
       if (turns >= known.least_turns && turns <= known.most_turns) fitting.push_back(families_[i]);
@@ -161,7 +69,8 @@ std::vector<std::string> task_book::families_of(std::string_view suite_name) con
   }
   tessera::require(!fitting.empty(), "families of suite " + std::string(suite_name), 0,
                    "at least one in the tasks file",
-                   "raise the turns of a conversation in it, or choose another suite");
+                   suite_name == "conversations" ? "give the file \"dialogues\", as examples/data/tasks.json has them"
+                                                 : "raise the turns of a conversation in it, or choose another suite");
   return fitting;
 }
 
@@ -205,17 +114,17 @@ task task_book::values(random_source& random) const {
 
 // Several names in one question, answered in the order asked: values alone, or a list of names and values.
 task task_book::several(random_source& random, std::string_view family) const {
-  const bool as_list = family == "long_answer";
   const auto codes = spec_->draw_codes(random, spec_->number(family, "needles"));
+  const auto wanted = random.sample(codes, spec_->number(family, "asked"));
+  if (family != "long_answer") return {spec_->needles(codes), {spec_->ask_several(wanted)}};
   strings names, items;
-  for (const code& wanted : random.sample(codes, spec_->number(family, "asked"))) {
-    names.push_back(wanted.name);
-    items.push_back(as_list ? filled(spec_->text("list_item"), {{"name", wanted.name}, {"value", wanted.value}})
-                            : wanted.value);
+  for (const code& one : wanted) {
+    names.push_back(one.name);
+    items.push_back(filled(spec_->text("list_item"), {{"name", one.name}, {"value", one.value}}));
   }
-  const std::string question =
-      filled(spec_->text(as_list ? "ask_list" : "ask_names"), {{"names", joined_by(names, spec_->text("separator"))}});
-  return {spec_->needles(codes), {{question, joined_by(items, spec_->text(as_list ? "list_separator" : "separator"))}}};
+  return {spec_->needles(codes),
+          {{filled(spec_->text("ask_list"), {{"names", joined_by(names, spec_->text("separator"))}}),
+            joined_by(items, spec_->text("list_separator"))}}};
 }
 
 // Chains of variables; which ones equal the first chain's value?

@@ -207,7 +207,8 @@ def check_eval(checks):
     checks.refuses("eval --model model --methods full --budgets 64", "--budgets", "no method here has a budget")
     checks.refuses(["eval", "--model", "model", "--methods", "full", "--families", ""], "--families", "empty")
     checks.refuses(["eval", "--model", "model", "--methods", "full", "--json", ""], "--json", "empty")
-    for unused in ("--families single", "--count 3", "--context 200", "--seed 2", "--text prompt", "--tasks prompt"):
+    for unused in ("--families single", "--count 3", "--context 200", "--seed 2", "--text prompt", "--tasks prompt",
+                   "--turns 3"):
         checks.refuses(f"{base} --questions questions {unused}", "--questions", unused.split()[0])
     tasks = json.loads((pathlib.Path(TOKENIZER).parents[1] / "data" / "tasks.json").read_text())
     for name, change in (("question", None), ("families", 3), ("value_words", -1), ("value_words", 10**9), ("nouns", [])):
@@ -217,6 +218,11 @@ def check_eval(checks):
     tasks["families"]["frequent_words"]["others_max"] = 0
     (folder / "tasks").write_text(json.dumps(tasks))
     checks.refuses(f"{base} --context 300 --tasks tasks", "others_max is 0")
+    checks.refuses(f"{base} --context 300 --turns 2", "--turns is 2", "--suite conversations")
+    checks.refuses(f"{base} --suite conversations --turns 10", "--turns")
+    for chunk in ("0", "many"):
+        checks.refuses(f"{base} --questions questions --chunk {chunk}", "--chunk")
+    checks.works(f"{base} --questions questions --chunk whole")
     varied = "eval --model model --methods full,snapkv,ada_snapkv --budgets 40,64 --questions questions --json report"
     checks.works(varied + " --vary pool=1,5 --vary snapkv.window=8", "snapkv pool=5", "ada_snapkv pool=1", "snapkv window=8")
     rows = [(cell["method"], cell["budget"], cell.get("differs", ""), cell["parameters"].get("pool"))

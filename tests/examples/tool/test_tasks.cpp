@@ -66,6 +66,116 @@ TEST_CASE("a suite is the families with its number of turns") {
   CHECK_THROWS_WITH(book().families_of(""), contains("suite"));
 }
 
+TEST_CASE("dialogues are three kinds with the question before, within and behind a turn's text") {
+  const std::vector<std::string> expected{"passages_first",  "passages_middle",  "passages_last",
+                                          "fragments_first", "fragments_middle", "fragments_last",
+                                          "examples_first",  "examples_middle",  "examples_last"};
+  CHECK(book().families_of("conversations") == expected);
+  CHECK(book().is_dialogue("passages_last"));
+  CHECK_FALSE(book().is_dialogue("conversation"));
+  random_source random(1);
+  CHECK_THROWS_WITH(book().make_dialogue("passage_last", 3, random), contains("did you mean passages_last?"));
+  CHECK_THROWS_WITH(book().make_dialogue("passages_last", 10, random), contains("turns is 10; expected 1 to 9"));
+  auto tasks = nlohmann::json::parse(engine::read_text_file(tool_tests::shipped("data/tasks.json")));
+  const engine_tests::temporary_folder folder;
+  tasks["dialogues"]["examples"]["frequencies"] = {6, 5, 2};
+  folder.write("tasks.json", tasks.dump());
+  CHECK_THROWS_WITH(task_book::load(folder / "tasks.json"), contains("frequencies of examples is 6"));
+  tasks.erase("dialogues");
+  folder.write("tasks.json", tasks.dump());
+  CHECK_THROWS_WITH(task_book::load(folder / "tasks.json").families_of("conversations"), contains("\"dialogues\""));
+}
+
+TEST_CASE("a dialogue's answers stand in its turns so far, and passages that nobody asks for do not hold them") {
+  bool asks_two = false, asks_earlier = false, spreads = false;
+  for (std::size_t i = 0; i < 40; ++i) {
+    for (const char* family : {"passages_last", "fragments_first", "examples_middle"}) {
+      random_source random(9, family, i);
+      const auto talk = book().make_dialogue(family, 1 + i % 9, random);
+      REQUIRE(talk.turns.size() == 1 + i % 9);
+      std::vector<std::string> so_far, distractors;
+      for (const auto& turn : talk.turns) {
+        so_far.insert(so_far.end(), turn.sentences.begin(), turn.sentences.end());
+        distractors.insert(distractors.end(), turn.distractors.begin(), turn.distractors.end());
+        CAPTURE(family, i, turn.ask.question, turn.ask.answer);
+        std::vector<std::string> parts;
+        for (std::size_t begin = 0; begin <= turn.ask.answer.size();) {
+          const std::size_t end = std::min(turn.ask.answer.find(", ", begin), turn.ask.answer.size());
+          parts.push_back(turn.ask.answer.substr(begin, end - begin));
+          begin = end + 2;
+        }
+        const auto holds = [&](const std::vector<std::string>& all, const std::string& part) {
+          return std::count_if(all.begin(), all.end(),
+                               [&](const std::string& one) { return one.ends_with(" is " + part + "."); });
+        };
+        if (std::string_view(family) == "examples_middle") {
+          // The most frequent words of all turns so far, no two of them nearly as frequent.
+          REQUIRE(parts.size() == 3);
+          for (std::size_t rank = 0; rank < 3; ++rank)
+            CHECK(holds(so_far, parts[rank]) >= 2 + (rank < 2 ? holds(so_far, parts[rank + 1]) : 0));
+          continue;
+        }
+        std::size_t place = 0;
+        for (const std::string& part : parts) {
+          CHECK(holds(so_far, part) == 1);
+          CHECK(holds(distractors, part) == 0);
+          asks_earlier |= holds(turn.sentences, part) == 0;
+          if (std::string_view(family) != "fragments_first") continue;
+          const auto found = std::find_if(so_far.begin(), so_far.end(),
+                                          [&](const std::string& one) { return one.ends_with(" is " + part + "."); });
+          CHECK(std::size_t(found - so_far.begin()) >= place);  // in the order in which they came
+          place = std::size_t(found - so_far.begin());
+        }
+        asks_two |= std::string_view(family) == "passages_last" && parts.size() == 2;
+        spreads |= std::string_view(family) == "fragments_first" && holds(turn.sentences, parts[0]) == 0 &&
+                   holds(turn.sentences, parts[1]) == 1;
+      }
+    }
+  }
+  CHECK((asks_two && asks_earlier && spreads));
+}
+
+TEST_CASE("every turn of a dialogue brings text of its own, and its question stands where the family says") {
+  for (const std::string& family : book().dialogues()) {
+    for (const std::size_t turns : {std::size_t(1), std::size_t(3), std::size_t(9)}) {
+      auto plan = plan_of(2048);
+      plan.turns = turns;
+      const auto made = shop().maker.make(family, 2, plan);
+      REQUIRE(made.turns.size() == turns);
+      std::int64_t tokens = 0;
+      for (const auto& turn : made.turns) {
+        CAPTURE(family, turns, turn.prompt);
+        CHECK(turn.prompt.ends_with("\nAnswer:"));
+        const double place = double(turn.prompt.find("Question: ")) / double(turn.prompt.size());
+        if (family.ends_with("_first")) CHECK(place <= 1.0 / double(turn.prompt.size()));
+        if (family.ends_with("_middle")) CHECK((place > 0.2 && place < 0.8));
+        if (family.ends_with("_last")) CHECK(place > 0.5);
+        tokens += std::int64_t(shop().tokenizer.encode(turn.prompt).size());
+      }
+      CAPTURE(family, turns);
+      CHECK((tokens > 2048 - 300 && tokens < 2048 + 64 + 40 * std::int64_t(turns)));
+    }
+  }
+  auto narrow = plan_of(256);
+  narrow.turns = 9;
+  CHECK_THROWS_WITH(shop().maker.make("passages_last", 0, narrow), contains("raise --context"));
+}
+
+TEST_CASE("turns where no family is a dialogue are refused") {
+  tool::document_options given;
+  given.tasks = tool_tests::shipped("data/tasks.json").string();
+  given.turns = "5";
+  CHECK_THROWS_WITH(tool::document_request::checked(given), contains("--turns is 5; expected none"));
+  given.suite = "conversations";
+  CHECK(tool::document_request::checked(given).plan.turns == 5);
+  given.turns = "10";
+  CHECK_THROWS_WITH(tool::document_request::checked(given), contains("--turns"));
+  given.turns = "";
+  CHECK(tool::document_request::checked(given).plan.turns == 3);
+  given.families = "examples_first,single";
+  CHECK(tool::document_request::checked(given).families == std::vector<std::string>{"examples_first", "single"});
+}
+
 TEST_CASE("a suite that no family fits is refused") {
   auto tasks = nlohmann::json::parse(engine::read_text_file(tool_tests::shipped("data/tasks.json")));
   tasks["families"]["conversation"]["turns"] = 2;

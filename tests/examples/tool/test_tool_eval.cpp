@@ -124,6 +124,58 @@ TEST_CASE("a conversation's longest answer is the max_new of methods that have o
   CHECK(tool::limits_text(with("128"), more).empty());
 }
 
+TEST_CASE("an evaluation counts the pairs of row and key along lines, in chunks of any size, in every turn") {
+  bench on;
+  std::string document;
+  for (int i = 0; i < 20; ++i) document += "The rays which differ in colour differ also in degrees.\n";
+  const auto turns =
+      on.plan({"lines", {{document + "Question: which?\nAnswer:", "x"}, {"\nQuestion: why?\nAnswer:", "y"}}});
+  const auto tokens = tessera::index_t(turns[0].prompt.size());
+  const std::vector<tool::setting> shape{{"init", "4"}, {"local", "16"}};
+  const std::vector<variant> variants{{&tool::find_method("a_shape"), {}, shape},
+                                      {&tool::find_method("loopserve_prefill"), {}, {{"alpha", "1"}}},
+                                      {&tool::find_method("full"), {}, {}}};
+  double seen = 0, all = 0;
+  for (tessera::index_t row = 0; row < tokens; ++row) {
+    seen += std::min(row + 1, 16 + std::clamp(row - 15, 0, 4));
+    all += row + 1;
+  }
+  REQUIRE(seen < 0.5 * all);
+  for (const std::int32_t chunk : {37, 64, 100'000}) {
+    on.model->set_chunk(chunk);
+    auto evaluation = on.evaluation(variants);
+    evaluation.run("lines", turns);
+    const std::vector<cell>& cells = evaluation.cells();
+    REQUIRE(cells.size() == 6);
+    for (const cell& one : cells) {
+      CAPTURE(chunk, one.variant, one.turn, one.pairs.attended, one.pairs.visible);
+      if (one.variant == 2) {
+        CHECK(one.pairs.visible == 0);
+      } else if (one.turn == 1) {
+        CHECK(one.pairs.visible == 8 * all);  // two layers, four query heads
+        CHECK(one.pairs.attended == 8 * (one.variant == 0 ? seen : all));
+      } else {
+        CHECK(one.pairs.visible > 0);
+        CHECK((one.variant == 0) == (one.pairs.attended < one.pairs.visible));
+      }
+    }
+    const auto json = nlohmann::json::parse(tool::json_text(variants, cells));
+    CHECK(json[0]["prompt_pairs"] == Approx(seen / all));
+    CHECK(json[1]["prompt_pairs"] == 1);
+    CHECK(json[2]["prompt_pairs"] == 1);
+    CHECK_THAT(tool::table_text(variants, cells), contains("pairs %"));
+  }
+  auto chunks_of = [&](std::int32_t chunk) {
+    on.model->set_chunk(chunk);
+    auto evaluation = on.evaluation({{&tool::find_method("full"), {}, {}}});
+    int ticks = 0;
+    evaluation.call_often([&] { ++ticks; });
+    evaluation.run("lines", turns);
+    return ticks;
+  };
+  CHECK(chunks_of(10) - chunks_of(100'000) > tokens / 10 - 3);
+}
+
 TEST_CASE("a conversation that does not fit into the model is refused before anything runs") {
   bench on;
   std::string document;
