@@ -7,7 +7,7 @@
 A cell is a family of questions at a context, handed over in chunks of a size; the budget is a sixteenth of the context. The families ask at
 the beginning, in the middle and at the end; dialogues bring new text in every turn, and each of their turns is a cell. A report of
 `tessera eval` lies in FOLDER for each run: runs whose report is there are not asked again, so that a run which was stopped goes on. A folder
-is for one set of --set. Long answers are asked over `observed` and the budget and only reported, but for one: `observed` 96, pooled, 12 % of
+is for one --set, --count and --backend. Long answers are asked over `observed` and the budget and only reported, but for one: `observed` 96, pooled, 12 % of
 the tokens, 75 % right.
 
 Ends with 0 if every cell that was asked is within 3 points of `full`, with 1 if one is not, and with 2 if runs are missing.
@@ -138,6 +138,20 @@ def numbers(text):
     return [int(one) for one in text.split(",")]
 
 
+def check(given):
+    """Ends the script where a family is unknown, or the folder holds answers of other settings."""
+    known = {*FAMILIES, *DIALOGUES, "long_answer"}
+    for family in filter(None, given.families.split(",")):
+        if family not in known:
+            sys.exit(f"--families has '{family}'; expected some of {', '.join(sorted(known))}; take it out")
+    asked = {"set": given.set, "count": given.count, "backend": given.backend}
+    noted = given.folder / "asked"
+    if not noted.is_file():
+        noted.write_text(json.dumps(asked), encoding="utf-8")
+    elif json.loads(noted.read_text(encoding="utf-8")) != asked:
+        sys.exit(f"{given.folder} holds answers asked with {noted.read_text(encoding='utf-8')}; expected these; pass another folder")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path)
@@ -153,6 +167,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=1e9)
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
+    check(given)
     all_runs = list(runs(given))
     work(all_runs, given, given.folder.resolve())
     return report(all_runs, given.folder)
