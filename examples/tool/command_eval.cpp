@@ -1,8 +1,6 @@
 // tessera eval
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
-#include <optional>
 
 #include "backend.hpp"
 #include "commands.hpp"
@@ -188,33 +186,15 @@ void evaluate(const eval_options& given) {
   }();
   model->set_chunk(chunk);
   evaluation evaluation(*model, tokenizer, variants, element, workers);
-  const gentle_end gentle;
-  const auto start = std::chrono::steady_clock::now();
-  std::size_t finished = 0;
-  std::optional<interrupted> stopped;
-  try {
-    progress_line progress("documents");
-    evaluation.call_often([] { throw_if_interrupted(); });
-    for (; finished < plans.size(); ++finished) {
-      progress.update(std::int64_t(finished), std::int64_t(plans.size()));
-      evaluation.run(conversations[finished].family, plans[finished]);
-    }
-  } catch (const interrupted& signal) {
-    stopped = signal;
-  }
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  if (finished > 0) {
-    if (!given.json.empty()) engine::write_file(given.json, json_text(variants, evaluation.cells()));
-    std::printf("%s\n%zu documents in %s. Families: percent of right answers.\n%s",
-                table_text(variants, evaluation.cells()).c_str(), finished, duration_text(seconds).c_str(),
-                limits_text(variants, evaluation.cells()).c_str());
-  }
-  if (stopped) {
-    std::fflush(stdout);
-    std::fprintf(stderr, "tessera: interrupted after %zu of %zu documents; %s\n", finished, plans.size(),
-                 finished > 0 ? "the result counts these alone" : "there is no result");
-    throw *stopped;
-  }
+  evaluation.call_often([] { throw_if_interrupted(); });
+  run_items(
+      "documents", plans.size(), [&](std::size_t i) { evaluation.run(conversations[i].family, plans[i]); },
+      [&](std::size_t finished, double seconds) {
+        if (!given.json.empty()) engine::write_file(given.json, json_text(variants, evaluation.cells()));
+        std::printf("%s\n%zu documents in %s. Families: percent of right answers.\n%s",
+                    table_text(variants, evaluation.cells()).c_str(), finished, duration_text(seconds).c_str(),
+                    limits_text(variants, evaluation.cells()).c_str());
+      });
 }
 
 }  // namespace tool

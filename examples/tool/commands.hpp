@@ -47,7 +47,8 @@ struct eval_options : document_options {
 
 struct agree_options : eval_options {
   agree_options() { count = "4"; }
-  std::string prompt = "2048", steps = "128";
+  std::string prompt, prompts, steps = "128";  ///< no prompt: `usual_prompt` tokens
+  static constexpr const char* usual_prompt = "2048";
 };
 
 struct heads_options {

@@ -143,15 +143,26 @@ void add_agree(CLI::App& app) {
            "tokens per KV head, separated by commas; `tessera list` shows each method's range");
   add_settings(*command, given->settings,
                "a parameter, for every method that has it, or METHOD.NAME=VALUE for one; may be given several times");
-  add_text(*command, "--text", "FILE", given->text, "text that the pieces are cut from; - is standard input");
-  add_text(*command, "--prompt", "2..16777216", given->prompt, "tokens of a piece that are its prompt");
+  CLI::Option* text =
+      add_text(*command, "--text", "FILE", given->text, "text that the pieces are cut from; - is standard input");
+  add_text(*command, "--prompts", "FILE", given->prompts,
+           "your own texts or prompts instead, JSON Lines; - is standard input")
+      ->excludes(text)
+      ->excludes(add_text(*command, "--count", "1..1000000", given->count,
+                          "pieces of each length, at even distances over the text"));
+  add_text(*command, "--prompt", "2..16777216,...", given->prompt,
+           "tokens of a piece that are its prompt; several lengths, separated by commas, each get rows of their own")
+      ->default_str(tool::agree_options::usual_prompt);
   add_text(*command, "--steps", "1..16777216", given->steps, "tokens behind it, which are predicted and then given");
-  add_text(*command, "--count", "1..1000000", given->count, "pieces, at even distances over the text");
   add_text(*command, "--backend", "cpu|cuda", given->backend, "where to compute: cpu or cuda");
   add_threads(*command, given->threads);
   add_text(*command, "--json", "FILE", given->json, "write the result as JSON, too");
   command->footer(
-      "Example:\n  tessera agree --model examples/model --methods snapkv,rocketkv --budgets 128,256 --prompt 1024");
+      "A line of --prompts is {\"text\": \"...\"}, from whose beginning a piece of each length is cut, or\n"
+      "{\"prompt\": \"...\", \"continuation\": \"...\"}: all of its prompt, then up to --steps tokens behind it; "
+      "its rows are\nthose of prompts of up to the next power of two.\n"
+      "benchmarks/plots/plot_agree.py draws the JSON.\n\n"
+      "Example:\n  tessera agree --model examples/model --methods snapkv,rocketkv --budgets 128,256 --prompt 512,1024");
   command->callback([given] { tool::agree(*given); });
 }
 

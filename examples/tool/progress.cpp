@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
+#include <optional>
 #include <system_error>
 
 #include "engine/files/output_file.hpp"
@@ -112,6 +113,29 @@ gentle_end::~gentle_end() { gentle = 0; }
 
 void throw_if_interrupted() {
   if (pending) throw interrupted{int(pending)};
+}
+
+void run_items(const std::string& what, std::size_t total, const std::function<void(std::size_t)>& run,
+               const std::function<void(std::size_t, double)>& report) {
+  const gentle_end gentle;
+  const auto start = std::chrono::steady_clock::now();
+  std::size_t finished = 0;
+  std::optional<interrupted> stopped;
+  try {
+    progress_line progress(what);
+    for (; finished < total; ++finished) {
+      progress.update(std::int64_t(finished), std::int64_t(total));
+      run(finished);
+    }
+  } catch (const interrupted& signal) {
+    stopped = signal;
+  }
+  if (finished > 0) report(finished, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  if (!stopped) return;
+  std::fflush(stdout);
+  std::fprintf(stderr, "tessera: interrupted after %zu of %zu %s; %s\n", finished, total, what.c_str(),
+               finished > 0 ? "the result counts these alone" : "there is no result");
+  throw *stopped;
 }
 
 }  // namespace tool

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -64,5 +65,10 @@ class gentle_end {
   ~gentle_end();
 };
 void throw_if_interrupted();
+
+/// Runs `total` items, called `what` in a progress line, then `report(finished, seconds)` where any are finished.
+/// A signal ends them: what `run` throws of it is thrown again behind the report and a sentence on stderr.
+void run_items(const std::string& what, std::size_t total, const std::function<void(std::size_t)>& run,
+               const std::function<void(std::size_t, double)>& report);
 
 }  // namespace tool

@@ -4,40 +4,54 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <span>
 #include <string>
 #include <vector>
 
+#include "pieces.hpp"
 #include "tool/eval/evaluate.hpp"
 
 namespace tool {
 
+/// The next token's distribution, as logits and what they sum up to. Two of the same bits are no distance apart.
+struct next_token {
+  std::vector<float> logits;
+  double log_sum = 0;  ///< log of the sum of the logits' exponentials
+
+  explicit next_token(std::vector<float> from);
+  double log_probability(engine::token_t token) const { return double(logits[std::size_t(token)]) - log_sum; }
+};
+
+/// KL(p, q) in nats, computed in double. NaN where a logit is no number.
+double divergence(const next_token& p, const next_token& q);
+
 /// Sums over the steps of one variant. A step predicts the next token of the text, which it is then given.
 struct agreement {
-  std::int64_t steps = 0, same = 0;       ///< same: the likeliest token is that of the full cache
-  double surprise = 0;                    ///< -log p of the text's own tokens, in nats
-  std::vector<double> divergences;        ///< KL(full, method) of each step, in nats
-  std::vector<double> by_step;            ///< their sums by the step's number in its piece
+  std::int64_t pieces = 0, steps = 0;
+  std::int64_t same = 0;            ///< the likeliest token is that of the full cache
+  std::int64_t identical = 0;       ///< every logit has the bits of the full cache's
+  double surprise = 0;              ///< -log p of the text's own tokens, in nats
+  std::vector<double> divergences;  ///< KL(full, method) of each step, in nats
+  struct step_sum {
+    double divergence = 0;
+    std::int64_t count = 0;
+  };
+  std::vector<step_sum> by_step;          ///< by the step's number in its piece
   double bytes_held = 0, bytes_full = 0;  ///< right after the prompts
   double bytes_read = 0;
 
   double perplexity() const;
   double mean_divergence() const;
-  /// The smallest divergence that `share` of the steps do not exceed.
+  /// The smallest divergence that `share` of the steps do not exceed; NaN where one of them is.
   double divergence_of(double share) const;
   double same_share() const { return steps ? double(same) / double(steps) : 0; }
+  double identical_share() const { return steps ? double(identical) / double(steps) : 0; }
 };
 
-/// A piece of a text: a prompt, and the tokens behind it.
-struct text_piece {
-  std::vector<engine::token_t> prompt, following;
+/// The sums of all variants over the pieces whose prompts have up to `length` tokens.
+struct length_sums {
+  std::int64_t length;
+  std::vector<agreement> by_variant;
 };
-
-/// `count` pieces of a text, from its beginning to its end at even distances; they may overlap. `first`: tokens that each
-/// begins with.
-/// Errors   a text with fewer tokens than one piece.
-std::vector<text_piece> pieces_of(std::span<const engine::token_t> text, std::span<const engine::token_t> first,
-                                  std::size_t count, std::int64_t prompt, std::int64_t following);
 
 /// Feeds the same pieces to every variant. The first one is the full cache.
 class agreement_run {
@@ -51,23 +65,24 @@ class agreement_run {
   void call_often(std::function<void()> tick);
 
   const std::vector<variant>& variants() const { return evaluation_.variants(); }
-  const std::vector<agreement>& sums() const { return sums_; }
+  /// By length, ascending.
+  const std::vector<length_sums>& sums() const { return sums_; }
 
  private:
   void follow(std::size_t variant, const text_piece& piece, std::vector<float> logits, method_cache& cache,
-              std::vector<agreement>& sums);
+              agreement& own);
 
   runner& model_;
   const engine::tokenizer& tokenizer_;
   evaluation evaluation_;
   std::function<void()> tick_ = [] {};
-  std::vector<agreement> sums_;
-  std::vector<std::vector<float>> full_;  // log-probabilities by step, of the piece that runs
+  std::vector<length_sums> sums_;
+  std::vector<next_token> full_;  // by step, of the piece that runs
 };
 
-/// Rows method x budget; perplexity, divergence, agreement and memory.
-std::string agreement_table(const std::vector<variant>& variants, const std::vector<agreement>& sums);
-/// A JSON array with one object a variant.
-std::string agreement_json(const std::vector<variant>& variants, const std::vector<agreement>& sums);
+/// Rows method x budget, a table for each length: perplexity, divergence, agreement and memory.
+std::string agreement_table(const std::vector<variant>& variants, const std::vector<length_sums>& sums);
+/// A JSON array with one object a variant and length. What is no number is null.
+std::string agreement_json(const std::vector<variant>& variants, const std::vector<length_sums>& sums);
 
 }  // namespace tool

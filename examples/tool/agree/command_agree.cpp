@@ -1,8 +1,6 @@
 // tessera agree
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
-#include <optional>
 
 #include "agreement.hpp"
 #include "engine/checkpoint.hpp"
@@ -16,6 +14,25 @@
 #include "tool/progress.hpp"
 
 namespace tool {
+namespace {
+
+/// Every length's pieces, from the user's prompts or from a text.
+std::vector<text_piece> all_pieces(const agree_options& given, const piece_sizes& sizes,
+                                   const engine::tokenizer& tokenizer) {
+  const std::string text = engine::read_text_file(given.prompts.empty() ? given.text : given.prompts);
+  if (!given.prompts.empty())
+    return parse_prompts(text, given.prompts == "-" ? "standard input" : engine::printable(given.prompts), tokenizer,
+                         sizes);
+  const std::vector<engine::token_t> tokens = tokenizer.encode(text), first = first_tokens(tokenizer);
+  const auto count = std::size_t(parse_count("--count", given.count, 1, 1'000'000));
+  std::vector<text_piece> all;
+  for (const std::int64_t prompt : sizes.prompts) {
+    for (text_piece& piece : pieces_of(tokens, first, count, prompt, sizes.steps)) all.push_back(std::move(piece));
+  }
+  return all;
+}
+
+}  // namespace
 
 void agree(const agree_options& given) {
   const backend where = require_backend(given.backend);
@@ -24,55 +41,38 @@ void agree(const agree_options& given) {
   if (!has_full) variants.insert(variants.begin(), {&find_method("full"), {}, {}});
   std::ranges::stable_partition(variants, [](const variant& row) { return row.method->name == "full"; });
   const element_type element = parse_element(given.dtype);
-  const auto count = std::size_t(parse_count("--count", given.count, 1, 1'000'000));
-  const std::int64_t prompt = parse_count("--prompt", given.prompt, 2), steps = parse_count("--steps", given.steps, 1);
+  (void)parse_count("--count", given.count, 1, 1'000'000);
+  piece_sizes sizes{{}, parse_count("--steps", given.steps, 1), !given.prompt.empty()};
+  for (const std::string& text : parse_list("--prompt", sizes.required ? given.prompt : given.usual_prompt))
+    sizes.prompts.push_back(parse_count("--prompt", text, 2));
   const auto workers = make_workers(given.threads);
   if (!given.json.empty()) engine::require_writable(given.json);
   const std::filesystem::path folder = given.model;
   const engine::llama_config config = engine::config_of_model(folder);
-  tessera::require(prompt + steps <= config.max_position_embeddings, "--prompt and --steps together", prompt + steps,
-                   "at most the model's context, which is " + std::to_string(config.max_position_embeddings),
-                   "pass smaller ones");
   const auto tokenizer = engine::tokenizer::of_model(folder);
   engine::require_agreement(folder, config, tokenizer.vocab_size());
   require_caches(variants, config, element, workers);
-  const std::vector<engine::token_t> text = tokenizer.encode(engine::read_text_file(given.text));
-  std::vector<engine::token_t> first;
-  if (tokenizer.bos()) first.push_back(*tokenizer.bos());
-  const std::vector<text_piece> pieces = pieces_of(text, first, count, prompt, steps);
+  const std::vector<text_piece> pieces = all_pieces(given, sizes, tokenizer);
+  for (const text_piece& piece : pieces) {
+    const auto tokens = std::int64_t(piece.prompt.size() + piece.following.size());
+    tessera::require(tokens <= config.max_position_embeddings, "tokens of a prompt and its steps", tokens,
+                     "at most the model's context, which is " + std::to_string(config.max_position_embeddings),
+                     "lower --prompt or --steps, or shorten the prompts");
+  }
   const auto model = [&] {
     progress_line progress("loading the model");
     return load_model(folder, where, *workers);
   }();
   agreement_run compared(*model, tokenizer, variants, element, workers);
-  const gentle_end gentle;
-  const auto start = std::chrono::steady_clock::now();
-  std::size_t finished = 0;
-  std::optional<interrupted> stopped;
-  try {
-    progress_line progress("pieces of text");
-    compared.call_often([] { throw_if_interrupted(); });
-    for (; finished < pieces.size(); ++finished) {
-      progress.update(std::int64_t(finished), std::int64_t(pieces.size()));
-      compared.run(pieces[finished]);
-    }
-  } catch (const interrupted& signal) {
-    stopped = signal;
-  }
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  if (finished > 0) {
-    if (!given.json.empty()) engine::write_file(given.json, agreement_json(compared.variants(), compared.sums()));
-    std::printf(
-        "%s\n%zu pieces of %lld tokens and %lld steps each in %s. KL(full, method) of the next token, in nats.\n",
-        agreement_table(compared.variants(), compared.sums()).c_str(), finished, static_cast<long long>(prompt),
-        static_cast<long long>(steps), duration_text(seconds).c_str());
-  }
-  if (stopped) {
-    std::fflush(stdout);
-    std::fprintf(stderr, "tessera: interrupted after %zu of %zu pieces; %s\n", finished, pieces.size(),
-                 finished > 0 ? "the result counts these alone" : "there is no result");
-    throw *stopped;
-  }
+  compared.call_often([] { throw_if_interrupted(); });
+  run_items(
+      "pieces of text", pieces.size(), [&](std::size_t i) { compared.run(pieces[i]); },
+      [&](std::size_t finished, double seconds) {
+        if (!given.json.empty()) engine::write_file(given.json, agreement_json(compared.variants(), compared.sums()));
+        std::printf("%s\n%zu pieces in %s. KL(full, method) of the next token, in nats.\n",
+                    agreement_table(compared.variants(), compared.sums()).c_str(), finished,
+                    duration_text(seconds).c_str());
+      });
 }
 
 }  // namespace tool

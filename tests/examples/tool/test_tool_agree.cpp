@@ -1,5 +1,7 @@
 // `tessera agree`: a text's own tokens under every method, against the full cache.
 #include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
 #include <tessera/core/error.hpp>
 
 #include "evaluation_bench.hpp"
@@ -48,22 +50,50 @@ TEST_CASE("at a budget that covers everything every method predicts what the ful
   tool::agreement_run compared(*on.model, on.tokenizer, with_full_first(all_methods({500}, true)),
                                tool::element_type::fp32, on.workers);
   compared.run(pieces[0]);
-  REQUIRE(compared.sums().size() == tool::methods().size());
-  for (std::size_t i = 0; i < compared.sums().size(); ++i) {
-    const agreement& sum = compared.sums()[i];
-    INFO(compared.variants()[i].method->name);
-    CHECK(sum.steps == 12);
-    CHECK(sum.same == 12);
-    CHECK(sum.mean_divergence() < 1e-6);  // of float log-probabilities
-    CHECK(sum.perplexity() == Approx(compared.sums()[0].perplexity()).epsilon(1e-5));
+  REQUIRE(compared.sums().size() == 1);
+  CHECK(compared.sums()[0].length == 60);
+  const std::vector<agreement>& sums = compared.sums()[0].by_variant;
+  REQUIRE(sums.size() == tool::methods().size());
+  for (std::size_t i = 0; i < sums.size(); ++i) {
+    const tool::method_info& method = *compared.variants()[i].method;
+    INFO(method.name);
+    CHECK(sums[i].pieces == 1);
+    CHECK(sums[i].steps == 12);
+    CHECK(sums[i].same == 12);
+    // Attention along all lines, and vectors that were rotated and packed, add up in another order.
+    if (method.chooses_lines || !all_elements(method).empty()) {
+      CHECK(sums[i].mean_divergence() < 1e-6);
+      CHECK(sums[i].perplexity() == Approx(sums[0].perplexity()).epsilon(1e-5));
+    } else {
+      CHECK(sums[i].identical == 12);
+      CHECK(sums[i].divergence_of(1) == 0);
+      CHECK(sums[i].surprise == sums[0].surprise);
+    }
   }
-  CHECK(compared.sums()[0].divergence_of(1) == 0);
-  CHECK(compared.sums()[0].surprise == Approx(surprise_by_hand(on, pieces[0])).epsilon(1e-6));
+  CHECK(sums[0].surprise == Approx(surprise_by_hand(on, pieces[0])).epsilon(1e-9));
 }
 
-TEST_CASE("small budgets predict other things, and the sums are those of the pieces") {
+TEST_CASE("divergence is that of the definition, 0 for the same logits, and no number where a logit is none") {
+  const float third = std::log(3.0f);
+  const tool::next_token even({0, 0}), odd({third, 0});  // 1/2, 1/2 and 3/4, 1/4
+  CHECK(tool::divergence(even, odd) == Approx(0.5 * std::log(2.0 / 3) + 0.5 * std::log(2.0)).epsilon(1e-6));
+  CHECK(tool::divergence(odd, even) == Approx(0.75 * std::log(1.5) + 0.25 * std::log(0.5)).epsilon(1e-6));
+  CHECK(tool::divergence(odd, odd) == 0);
+  CHECK(odd.log_probability(1) == Approx(std::log(0.25)).epsilon(1e-6));
+  const tool::next_token broken({std::numeric_limits<float>::quiet_NaN(), 0});
+  CHECK(std::isnan(tool::divergence(even, broken)));
+  agreement sum;
+  sum.divergences = {3, 1, 2, 4};
+  CHECK(sum.divergence_of(0.5) == 2);
+  CHECK(sum.divergence_of(0.99) == 4);
+  sum.divergences.push_back(tool::divergence(even, broken));
+  CHECK(std::isnan(sum.divergence_of(0.5)));
+}
+
+TEST_CASE("small budgets predict other things, and the sums are those of the pieces, by length") {
   bench on;
-  const auto pieces = tool::pieces_of(long_text(on), {}, 3, 200, 8);
+  auto pieces = tool::pieces_of(long_text(on), {}, 2, 200, 8);
+  for (auto& shorter : tool::pieces_of(long_text(on), {}, 1, 120, 5)) pieces.push_back(shorter);
   const std::vector<variant> variants{{&tool::find_method("full"), {}, {}},
                                       {&tool::find_method("snapkv"), 40, {}},
                                       {&tool::find_method("streaming_llm"), 20, {}}};
@@ -71,25 +101,79 @@ TEST_CASE("small budgets predict other things, and the sums are those of the pie
   std::vector<agreement> apart(variants.size());
   for (const auto& piece : pieces) {
     all.run(piece);
+    if (piece.length != 200) continue;
     tool::agreement_run one(*on.model, on.tokenizer, variants, tool::element_type::fp32, on.workers);
     one.run(piece);
     for (std::size_t i = 0; i < variants.size(); ++i) {
-      apart[i].surprise += one.sums()[i].surprise;
-      apart[i].same += one.sums()[i].same;
-      for (const double off : one.sums()[i].divergences) apart[i].divergences.push_back(off);
+      const agreement& sum = one.sums()[0].by_variant[i];
+      apart[i].surprise += sum.surprise;
+      apart[i].same += sum.same;
+      for (const double off : sum.divergences) apart[i].divergences.push_back(off);
     }
   }
+  REQUIRE(all.sums().size() == 2);
+  CHECK(all.sums()[0].length == 120);
+  const std::vector<agreement>& sums = all.sums()[1].by_variant;
   for (std::size_t i = 0; i < variants.size(); ++i) {
-    CHECK(all.sums()[i].steps == 24);
-    CHECK(all.sums()[i].surprise == Approx(apart[i].surprise));
-    CHECK(all.sums()[i].same == apart[i].same);
-    CHECK(all.sums()[i].divergences == apart[i].divergences);
-    CHECK((all.sums()[i].mean_divergence() > 1e-6) == (i > 0));
+    CHECK(all.sums()[0].by_variant[i].steps == 5);
+    CHECK(sums[i].steps == 16);
+    CHECK(sums[i].surprise == Approx(apart[i].surprise));
+    CHECK(sums[i].same == apart[i].same);
+    CHECK(sums[i].divergences == apart[i].divergences);
+    CHECK((sums[i].mean_divergence() > 1e-6) == (i > 0));
+    CHECK((sums[i].identical_share() < 1) == (i > 0));
   }
-  CHECK(all.sums()[2].bytes_held < all.sums()[0].bytes_held);
+  CHECK(sums[2].bytes_held < sums[0].bytes_held);
+
+  const auto json = nlohmann::json::parse(tool::agreement_json(variants, all.sums()));
+  REQUIRE(json.size() == 6);
+  CHECK(json[0]["prompt"] == 120);
+  CHECK(json[0]["kl_mean"] == 0);
+  CHECK(json[0]["same_logits"] == 1);
+  CHECK(json[4]["method"] == "snapkv");
+  CHECK(json[4]["prompt"] == 200);
+  CHECK(json[4]["pieces"] == 2);
+  REQUIRE(json[4]["kl_by_step"].size() == 8);
+  CHECK(json[4]["kl_by_step"][3] == Approx((sums[1].divergences[3] + sums[1].divergences[11]) / 2));
   CHECK_THROWS_WITH(tool::agreement_run(*on.model, on.tokenizer, {{&tool::find_method("snapkv"), 40, {}}},
                                         tool::element_type::fp32, on.workers),
                     contains("first method is snapkv; expected full"));
+}
+
+TEST_CASE("lines of a file give a piece for each length, or their own prompt and what follows it") {
+  bench on;
+  const auto parse = [&](const std::string& text, bool required = false) {
+    return tool::parse_prompts(text, "file", on.tokenizer, {{8, 5}, 3, required});
+  };
+  const std::string words = "The rays which differ in colour differ also in degrees of refrangibility.";
+  const std::vector<token_t> tokens = on.tokenizer.encode(words);
+  const auto cut = parse("\n{\"text\": \"" + words + "\", \"id\": 1}\n", true);
+  REQUIRE(cut.size() == 2);
+  CHECK(cut[0].length == 8);
+  CHECK(cut[0].prompt.front() == *on.tokenizer.bos());
+  CHECK(cut[0].prompt.back() == tokens[6]);
+  CHECK(cut[1].prompt.size() == 5);
+  CHECK(cut[1].following == std::vector<token_t>(tokens.begin() + 4, tokens.begin() + 7));
+
+  const auto own = parse(R"({"prompt": "The rays which differ in colour", "continuation": " differ also in degrees"})");
+  REQUIRE(own.size() == 1);
+  CHECK(own[0].following.size() == 3);
+  CHECK(own[0].length >= std::int64_t(own[0].prompt.size()));
+  CHECK(own[0].length < 2 * std::int64_t(own[0].prompt.size()));
+  std::vector<token_t> joined(own[0].prompt.begin() + 1, own[0].prompt.end());
+  joined.insert(joined.end(), own[0].following.begin(), own[0].following.end());
+  CHECK(std::equal(joined.begin(), joined.end(),
+                   on.tokenizer.encode("The rays which differ in colour differ also in degrees").begin()));
+
+  const std::string good = "{\"text\": \"" + words + "\"}\n";
+  for (const char* bad :
+       {"x", "[]", R"({"prompt": "a"})", R"({"text": 3})", R"({"text": " "})", R"({"text": "short"})",
+        R"({"prompt": "a", "continuation": ""})", R"({"text": "a", "prompt": "b", "continuation": "c"})"}) {
+    INFO(bad);
+    CHECK_THROWS_WITH(parse(good + bad), contains("file, line 2"));
+  }
+  CHECK_THROWS_WITH(parse(R"({"prompt": "The rays", "continuation": " differ"})", true), contains("--prompt is given"));
+  CHECK_THROWS_WITH(parse("\n"), contains("file file is empty"));
 }
 
 TEST_CASE("pieces lie at even distances, and a text that is too short is refused") {

@@ -38,7 +38,7 @@ TEST_CASE("what is no conversation is refused with its line") {
     INFO(bad);
     CHECK_THROWS_WITH(parse_questions(good + "\n" + bad, "file"), contains("file, line 2"));
   }
-  CHECK_THROWS_WITH(parse_questions(" \n\n", "file"), contains("at least one question"));
+  CHECK_THROWS_WITH(parse_questions(" \n\n", "file"), contains("at least one line"));
 }
 
 TEST_CASE("an answer counts when the text begins with it, white space at the ends aside") {
