@@ -131,7 +131,7 @@ std::vector<variant> parse_variants(const eval_options& given) {
 
 question_source::question_source(const eval_options& given) {
   if (!given.questions.empty()) {
-    questions_ = load_questions(given.questions);
+    questions_ = load_questions(given.questions, prompt_template::parsed(given.how_to_ask));
     return;
   }
   documents_ = document_request::checked(given);
@@ -160,6 +160,7 @@ void evaluate(const eval_options& given) {
   const backend where = require_backend(given.backend);
   const auto variants = parse_variants(given);
   const element_type element = parse_element(given.dtype);
+  const scoring how = scoring::parsed(given.metric, given.normalise);
   question_source source(given);
   const std::int32_t chunk = given.chunk == "whole"
                                  ? tessera::max_tokens
@@ -186,13 +187,16 @@ void evaluate(const eval_options& given) {
   }();
   model->set_chunk(chunk);
   evaluation evaluation(*model, tokenizer, variants, element, workers);
+  evaluation.score_by(how);
   evaluation.call_often([] { throw_if_interrupted(); });
   run_items(
       "documents", plans.size(), [&](std::size_t i) { evaluation.run(conversations[i].family, plans[i]); },
       [&](std::size_t finished, double seconds) {
-        if (!given.json.empty()) engine::write_file(given.json, json_text(variants, evaluation.cells()));
-        std::printf("%s\n%zu documents in %s. Families: percent of right answers.\n%s",
-                    table_text(variants, evaluation.cells()).c_str(), finished, duration_text(seconds).c_str(),
+        if (!given.json.empty()) engine::write_file(given.json, json_text(variants, evaluation.cells(), how));
+        const std::string shown = how.is_yes_or_no() ? "percent of right answers" : "mean score in percent";
+        std::printf("%s\n%zu documents in %s. Families: %s (%s).\n%s",
+                    table_text(variants, evaluation.cells(), !given.questions.empty()).c_str(), finished,
+                    duration_text(seconds).c_str(), shown.c_str(), how.text().c_str(),
                     limits_text(variants, evaluation.cells()).c_str());
       });
 }

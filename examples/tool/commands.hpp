@@ -40,7 +40,8 @@ struct run_options {
 };
 
 struct eval_options : document_options {
-  std::string model, methods, budgets, questions, json;
+  std::string model, methods, budgets, questions, json, metric = "prefix", how_to_ask = usual_template;
+  bool normalise = false;
   std::string backend = "cpu", dtype = "bf16", count = "40", threads = "0", chunk = "2048";
   std::vector<std::string> settings, varied;
 };

@@ -63,6 +63,15 @@ void add_threads(CLI::App& command, std::string& threads) {
   add_text(command, "--threads", "0..1024", threads, "worker threads; 0 takes every core");
 }
 
+// The options that choose methods with their budgets and parameters.
+void add_variants(CLI::App& command, tool::eval_options& given, const std::string& about) {
+  add_text(command, "--methods", "NAME,...", given.methods, about)->required();
+  add_text(command, "--budgets", "NUMBER,...", given.budgets,
+           "tokens per KV head, separated by commas; `tessera list` shows each method's range");
+  add_settings(command, given.settings,
+               "a parameter, for every method that has it, or METHOD.NAME=VALUE for one; may be given several times");
+}
+
 // A line for each suite.
 std::string suite_lines() {
   std::string all;
@@ -126,6 +135,10 @@ void add_documents(CLI::App& command, tool::eval_options& given) {
   CLI::Option* tasks = add_text(command, "--tasks", "FILE", given.tasks, "word lists, templates and families");
   CLI::Option* questions = add_text(command, "--questions", "FILE", given.questions,
                                     "your own questions instead, JSON Lines; - is standard input");
+  add_text(command, "--template", "TEXT", given.how_to_ask,
+           "how LongBench's and SCBench's questions become prompts, \\n for a line break")
+      ->needs(questions)
+      ->default_str("'{context}\\n\\n{input}\\nAnswer:'");
   for (CLI::Option* unused : {suite, families, turns, context, count, seed, text, tasks}) questions->excludes(unused);
 }
 
@@ -137,12 +150,7 @@ void add_agree(CLI::App& app) {
       "Gives a model the same text with compressed caches and with the full one, token by token, and says how far\n"
       "the predictions of the next token are apart.");
   add_model(*command, given->model, given->dtype);
-  add_text(*command, "--methods", "NAME,...", given->methods, "methods, separated by commas; full is always there")
-      ->required();
-  add_text(*command, "--budgets", "NUMBER,...", given->budgets,
-           "tokens per KV head, separated by commas; `tessera list` shows each method's range");
-  add_settings(*command, given->settings,
-               "a parameter, for every method that has it, or METHOD.NAME=VALUE for one; may be given several times");
+  add_variants(*command, *given, "methods, separated by commas; full is always there");
   CLI::Option* text =
       add_text(*command, "--text", "FILE", given->text, "text that the pieces are cut from; - is standard input");
   add_text(*command, "--prompts", "FILE", given->prompts,
@@ -159,8 +167,7 @@ void add_agree(CLI::App& app) {
   add_text(*command, "--json", "FILE", given->json, "write the result as JSON, too");
   command->footer(
       "A line of --prompts is {\"text\": \"...\"}, from whose beginning a piece of each length is cut, or\n"
-      "{\"prompt\": \"...\", \"continuation\": \"...\"}: all of its prompt, then up to --steps tokens behind it; "
-      "its rows are\nthose of prompts of up to the next power of two.\n"
+      "{\"prompt\": \"...\", \"continuation\": \"...\"}, in the row of the next power of two.\n"
       "benchmarks/plots/plot_agree.py draws the JSON.\n\n"
       "Example:\n  tessera agree --model examples/model --methods snapkv,rocketkv --budgets 128,256 --prompt 512,1024");
   command->callback([given] { tool::agree(*given); });
@@ -173,11 +180,7 @@ void add_eval(CLI::App& app) {
       "Asks a model questions about long documents under many methods and budgets, and counts the right answers.\n"
       "Makes its own documents and questions, the same for every method, or takes yours.");
   add_model(*command, given->model, given->dtype);
-  add_text(*command, "--methods", "NAME,...", given->methods, "methods, separated by commas")->required();
-  add_text(*command, "--budgets", "NUMBER,...", given->budgets,
-           "tokens per KV head, separated by commas; `tessera list` shows each method's range");
-  add_settings(*command, given->settings,
-               "a parameter, for every method that has it, or METHOD.NAME=VALUE for one; may be given several times");
+  add_variants(*command, *given, "methods, separated by commas");
   command
       ->add_option(
           "--vary", given->varied,
@@ -188,14 +191,17 @@ void add_eval(CLI::App& app) {
   add_documents(*command, *given);
   add_text(*command, "--chunk", "1..16777216|whole", given->chunk,
            "tokens of a prompt that a cache gets at a time, or whole: all of them");
+  add_text(*command, "--metric", "NAME", given->metric, "scores answers: " + tool::joined(tool::metric_names()));
+  command->add_flag("--normalise", given->normalise, "first takes out capitals, punctuation and articles (f1 always)");
   add_text(*command, "--json", "FILE", given->json, "also write the result as JSON to this file");
   add_text(*command, "--backend", "cpu|cuda", given->backend, "where to compute: cpu or cuda");
   add_threads(*command, given->threads);
   command->footer(
       "Suites:\n" + suite_lines() +
-      "\nA line of --questions is {\"family\": \"...\", \"turns\": [{\"prompt\": \"...\", \"answer\": \"...\"}, ...]}. "
-      "A\n"
-      "turn is right when what the model writes begins with its answer. Methods without a budget ignore --budgets.\n"
+      "\nA line of --questions is {\"family\": \"...\", \"turns\": [{\"prompt\": \"...\", \"answer\": \"...\"}, ...]}, "
+      "or of\nLongBench's, RULER's or SCBench's files. By prefix a turn is right when the text begins with its "
+      "answer,\n"
+      "as 123 begins with 12; by strict no letter or digit may follow. Methods without a budget ignore --budgets.\n"
       "Methods that have the parameter max_new get the most tokens that an answer may have here, unless --set gives "
       "another.\n\n"
       "Example:\n  tessera eval --model examples/model --methods full,snapkv,streaming_llm --budgets 128,256 "

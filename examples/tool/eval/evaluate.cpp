@@ -1,6 +1,7 @@
 #include "evaluate.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <tessera/core/error.hpp>
 #include <utility>
@@ -11,6 +12,8 @@
 namespace tool {
 
 using engine::token_t;
+
+double cell::score() const { return std::accumulate(scores.begin(), scores.end(), 0.0); }
 
 index_t longest_answer(const std::vector<planned_turn>& turns) {
   index_t longest = 1;
@@ -23,7 +26,7 @@ std::vector<planned_turn> plan_turns(const conversation& conversation, const std
   std::vector<planned_turn> turns;
   std::int64_t tokens = 0;
   for (const turn& turn : conversation.turns) {
-    planned_turn planned{tokenizer.encode(turn.prompt), turn.answer, 0};
+    planned_turn planned{tokenizer.encode(turn.prompt), turn.answer, 0, turn.references};
     if (turns.empty() && tokenizer.bos()) planned.prompt.insert(planned.prompt.begin(), *tokenizer.bos());
     planned.max_new = std::int32_t(tokenizer.encode(" " + turn.answer + "\n").size());
     tokens += std::int64_t(planned.prompt.size()) + planned.max_new;
@@ -198,7 +201,9 @@ void evaluation::answer(std::size_t variant, const std::string& family, const st
     sums.most_limit = std::max(sums.most_limit, limit);
     sums.questions += 1;
     sums.answers.push_back(tokenizer_.decode(generated));
-    sums.verdicts.push_back(answers(sums.answers.back(), turns[i].answer));
+    const std::vector<std::string> only{turns[i].answer};
+    sums.scores.push_back(scoring_(sums.answers.back(), turns[i].references.empty() ? only : turns[i].references));
+    sums.verdicts.push_back(sums.scores.back() == 1);
     sums.right += sums.verdicts.back();
     pending.clear();
     if (!generated.empty() && !ends(generated, turns[i].answer)) pending.push_back(generated.back());

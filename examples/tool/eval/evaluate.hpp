@@ -13,6 +13,7 @@
 #include "questions.hpp"
 #include "tool/backend.hpp"
 #include "tool/methods/method_cache.hpp"
+#include "tool/score/metrics.hpp"
 
 namespace tool {
 
@@ -29,7 +30,7 @@ struct cell {
   std::size_t variant = 0;  ///< index
   std::string family;
   int turn = 1;
-  std::int64_t questions = 0, right = 0;
+  std::int64_t questions = 0, right = 0;  ///< right: with the best score
   /// Answer limits of its conversations, the shortest and the longest: what `max_new` is where no setting says it.
   index_t least_limit = 0, most_limit = 0;
   double bytes_held = 0, bytes_full = 0;  ///< right after the turn's prefill
@@ -38,6 +39,10 @@ struct cell {
   pair_count pairs;                  ///< of the turn's prompt; none where its rows attend everything
   std::vector<std::string> answers;  ///< what the model wrote, question by question
   std::vector<bool> verdicts;        ///< and whether it was right
+  std::vector<double> scores;        ///< from 0 to 1
+
+  double score() const;  ///< their sum
+  double mean_score() const { return questions ? score() / double(questions) : 0; }
 
   double mean_held() const { return questions ? bytes_held / double(questions) : 0; }
   double mean_full() const { return questions ? bytes_full / double(questions) : 0; }
@@ -49,6 +54,7 @@ struct planned_turn {
   std::vector<engine::token_t> prompt;
   std::string answer;
   std::int32_t max_new = 0;
+  std::vector<std::string> references{};  ///< what the generated text is compared with; none: `answer`
 };
 
 /// Most tokens that any turn may decode, at least 1: the `max_new` of a conversation, whose plan is made once.
@@ -80,6 +86,9 @@ class evaluation {
   /// the logits behind the prompt to `visit(variant, logits, cache)`, in the variants' order.
   using visitor = std::function<void(std::size_t, std::vector<float>, method_cache&)>;
   void prompt_all(const std::vector<planned_turn>& turns, const visitor& visit);
+
+  /// How answers are scored from now on; by their beginning unless this is called.
+  void score_by(scoring how) { scoring_ = how; }
 
   /// Called after every chunk of a prompt and every token of an answer.
   void call_often(std::function<void()> tick) { tick_ = std::move(tick); }
@@ -115,6 +124,7 @@ class evaluation {
   std::vector<std::size_t> cache_of_variant_;                  // index into first_of_method_, or own_prefill
   std::vector<pair_count> pairs_of_cache_;                     // of the first prompt, by first_of_method_
   std::vector<cell> cells_;
+  scoring scoring_;
   std::function<void()> tick_ = [] {};
 };
 

@@ -13,15 +13,47 @@ namespace {
 
 using nlohmann::json;
 
-constexpr std::string_view form = R"({"family": "...", "turns": [{"prompt": "...", "answer": "..."}, ...]})";
+constexpr std::string_view own_form = R"({"family": "...", "turns": [{"prompt": "...", "answer": "..."}, ...]})";
+constexpr std::string_view forms =
+    R"({"family": ..., "turns": [...]}, LongBench's {"context", "input", "answers", "dataset"}, RULER's {"input", "outputs"} or SCBench's {"context", "multi_turns"})";
 
-conversation parse_conversation(const json& object, const std::string& place) {
+const json& required_array(const json& object, const char* key, const std::string& place) {
+  const json& items = required_value(object, key, place, "an array that is not empty");
+  tessera::require(
+      items.is_array() && !items.empty(), place + ": \"" + key + "\"", items.is_array() ? "empty" : items.type_name(),
+      "an array that is not empty",
+      "write one JSON object a line, as " + std::string(key == std::string_view("turns") ? own_form : forms));
+  return items;
+}
+
+/// Text, which may be empty.
+std::string any_text(const json& object, const char* key, const std::string& place) {
+  const json& value = required_value(object, key, place, "text");
+  tessera::require(value.is_string(), place + ": \"" + key + "\"", value.type_name(), "text",
+                   "give every line the keys of its form");
+  return value.get<std::string>();
+}
+
+/// Answers as text: those of RULER and SCBench may be numbers.
+std::vector<std::string> answer_texts(const json& value, const std::string& place) {
+  std::vector<std::string> all;
+  for (const json& item : value.is_array() ? value : json::array({value})) {
+    const std::string text = item.is_string() ? item.get<std::string>() : item.is_number() ? item.dump() : "";
+    tessera::require(!trimmed(text).empty(), place, item.is_string() ? "empty" : item.type_name(), "text or a number",
+                     "give every question an answer");
+    all.push_back(text);
+  }
+  tessera::require(!all.empty(), place, "empty", "at least one answer", "give every question an answer");
+  return all;
+}
+
+std::string longest(const std::vector<std::string>& texts) {
+  return *std::ranges::max_element(texts, {}, [](const std::string& text) { return text.size(); });
+}
+
+conversation own(const json& object, const std::string& place) {
   conversation result{required_text(object, "family", place), {}};
-  const json& turns = required_value(object, "turns", place, "an array of at least one turn");
-  tessera::require(turns.is_array() && !turns.empty(), place + ": \"turns\"",
-                   turns.is_array() ? "empty" : turns.type_name(), "an array of at least one turn",
-                   "write one JSON object a line, as " + std::string(form));
-  for (const json& item : turns) {
+  for (const json& item : required_array(object, "turns", place)) {
     const std::string turn_place = place + ", turn " + std::to_string(result.turns.size() + 1);
     tessera::require(item.is_object(), turn_place, item.type_name(), R"({"prompt": "...", "answer": "..."})",
                      "write every turn as an object");
@@ -30,23 +62,87 @@ conversation parse_conversation(const json& object, const std::string& place) {
   return result;
 }
 
+conversation of_longbench(const json& object, const std::string& place, const prompt_template& how) {
+  if (const auto language = object.find("language"); language != object.end()) {
+    tessera::require(*language != "zh", place + ": \"language\"", "zh", "a language whose words white space parts",
+                     "leave these lines out: their scores need a dictionary of words");
+  }
+  const std::vector<std::string> answers =
+      answer_texts(required_array(object, "answers", place), place + ": \"answers\"");
+  return {required_text(object, "dataset", place),
+          {{how.first(required_text(object, "context", place), any_text(object, "input", place)), longest(answers),
+            answers}}};
+}
+
+conversation of_ruler(const json& object, const std::string& place, std::string_view family) {
+  const std::vector<std::string> outputs =
+      answer_texts(required_array(object, "outputs", place), place + ": \"outputs\"");
+  const std::string prefix = object.contains("answer_prefix") ? any_text(object, "answer_prefix", place) : "";
+  return {std::string(family), {{required_text(object, "input", place) + prefix, joined(outputs), outputs}}};
+}
+
+conversation of_scbench(const json& object, const std::string& place, std::string_view family,
+                        const prompt_template& how) {
+  conversation result{object.contains("task") ? required_text(object, "task", place) : std::string(family), {}};
+  const std::string context = required_text(object, "context", place);
+  for (const json& item : required_array(object, "multi_turns", place)) {
+    const std::string turn_place = place + ", turn " + std::to_string(result.turns.size() + 1);
+    tessera::require(item.is_object(), turn_place, item.type_name(), R"({"input": "...", "answer": "..."})",
+                     "write every turn as an object");
+    const std::string input = required_text(item, "input", turn_place);
+    const auto answers =
+        answer_texts(required_value(item, "answer", turn_place, "an answer"), turn_place + ": \"answer\"");
+    result.turns.push_back(
+        {result.turns.empty() ? how.first(context, input) : how.later(input), joined(answers), answers});
+  }
+  return result;
+}
+
 }  // namespace
 
-std::vector<conversation> parse_questions(std::string_view text, std::string_view source) {
+prompt_template prompt_template::parsed(std::string_view given) {
+  std::string text;
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    const bool is_break = given.substr(i, 2) == "\\n";
+    text += is_break ? '\n' : given[i];
+    i += is_break;
+  }
+  constexpr std::string_view context = "{context}", input = "{input}";
+  const std::size_t first = text.find(context), second = text.find(input);
+  const bool both = first != text.npos && second != text.npos && first < second && text.rfind(context) == first &&
+                    text.rfind(input) == second;
+  tessera::require(both, "--template", "'" + engine::printable(given) + "'",
+                   "{context} and, behind it, {input}, once each", "write where the document and the question go");
+  const std::size_t end = first + context.size();
+  return {text.substr(0, first), text.substr(end, second - end), text.substr(second + input.size())};
+}
+
+std::string prompt_template::first(std::string_view context, std::string_view input) const {
+  return before + std::string(context) + later(input);
+}
+std::string prompt_template::later(std::string_view input) const { return between + std::string(input) + behind; }
+
+std::vector<conversation> parse_questions(std::string_view text, std::string_view source, std::string_view family,
+                                          const prompt_template& how) {
   std::vector<conversation> all;
-  for_each_object(text, source, form, [&](const json& object, const std::string& place) {
-    all.push_back(parse_conversation(object, place));
+  for_each_object(text, source, forms, [&](const json& object, const std::string& place) {
+    const auto has = [&](const char* key) { return object.contains(key); };
+    if (has("turns") || has("family")) return all.push_back(own(object, place));
+    if (has("multi_turns")) return all.push_back(of_scbench(object, place, family, how));
+    if (has("answers") || has("dataset")) return all.push_back(of_longbench(object, place, how));
+    if (has("outputs")) return all.push_back(of_ruler(object, place, family));
+    tessera::fail(place, "of no known form", forms, "give every line the keys of one form");
   });
   return all;
 }
 
-std::vector<conversation> load_questions(const std::filesystem::path& path) {
-  return parse_questions(engine::read_text_file(path),
-                         path == "-" ? "standard input" : engine::printable(path.native()));
-}
-
-bool answers(std::string_view generated, std::string_view answer) {
-  return trimmed(generated).starts_with(trimmed(answer));
+std::vector<conversation> load_questions(const std::filesystem::path& path, const prompt_template& how) {
+  if (path == "-") return parse_questions(engine::read_text_file(path), "standard input", "questions", how);
+  std::string family = path.stem().string();
+  if ((family == "validation" || family == "test" || family == "train") && path.has_parent_path())
+    family = path.parent_path().filename().string();
+  return parse_questions(engine::read_text_file(path), engine::printable(path.native()), engine::printable(family),
+                         how);
 }
 
 }  // namespace tool

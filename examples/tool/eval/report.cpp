@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <tessera/core/error.hpp>
 
@@ -44,7 +45,7 @@ std::vector<column_group> family_groups(const std::vector<variant>& variants, co
     column made{"turn " + std::to_string(first.turn), {}};
     for (std::size_t i = 0; i < variants.size(); ++i) {
       const cell* found = find_cell(cells, i, first.family, first.turn);
-      made.rows.push_back(found ? percent_text(double(found->right), double(found->questions)) : "-");
+      made.rows.push_back(found ? percent_text(found->score(), double(found->questions)) : "-");
     }
     if (first.turn == 1) groups.push_back({first.family, {}});
     groups.back().columns.push_back(std::move(made));
@@ -56,6 +57,23 @@ std::vector<column_group> family_groups(const std::vector<variant>& variants, co
     group.heading.resize(cut == std::string::npos ? 0 : cut);
   }
   return groups;
+}
+
+// The mean over the families, each the mean of its turns: what LongBench's and RULER's tables end with.
+std::vector<column_group> average_groups(const std::vector<variant>& variants, const std::vector<cell>& cells) {
+  column average{"average", {}};
+  for (std::size_t i = 0; i < variants.size(); ++i) {
+    std::map<std::string, std::pair<double, int>> families;  // sum of the turns' scores, and turns
+    for (const cell& one : cells) {
+      if (one.variant != i) continue;
+      families[one.family].first += one.mean_score();
+      ++families[one.family].second;
+    }
+    double sum = 0;
+    for (const auto& [name, turns] : families) sum += turns.first / turns.second;
+    average.rows.push_back(percent_text(sum, double(families.size())));
+  }
+  return {{"", {average}}};
 }
 
 std::vector<column_group> cost_groups(const std::vector<variant>& variants, const std::vector<cell>& cells) {
@@ -89,13 +107,14 @@ std::string padded(const std::string& text, std::size_t width, bool left) {
 
 }  // namespace
 
-std::string table_text(const std::vector<variant>& variants, const std::vector<cell>& cells) {
+std::string table_text(const std::vector<variant>& variants, const std::vector<cell>& cells, bool averages) {
   std::vector<column_group> groups{{"", {{"method", {}}}}, {"", {{"budget", {}}}}};
   for (const variant& row : variants) {
     groups[0].columns[0].rows.push_back(row.method->name + (row.differs.empty() ? "" : " " + row.differs));
     groups[1].columns[0].rows.push_back(row.budget ? std::to_string(*row.budget) : "-");
   }
-  for (const auto& more : {family_groups(variants, cells), cost_groups(variants, cells)}) {
+  const auto means = averages ? average_groups(variants, cells) : std::vector<column_group>{};
+  for (const auto& more : {family_groups(variants, cells), means, cost_groups(variants, cells)}) {
     groups.insert(groups.end(), more.begin(), more.end());
   }
   constexpr std::size_t gap = 2;
@@ -127,7 +146,7 @@ std::string table_text(const std::vector<variant>& variants, const std::vector<c
   return text;
 }
 
-std::string json_text(const std::vector<variant>& variants, const std::vector<cell>& cells) {
+std::string json_text(const std::vector<variant>& variants, const std::vector<cell>& cells, const scoring& how) {
   auto list = nlohmann::ordered_json::array();
   for (const cell& cell : cells) {
     const variant& variant = variants[cell.variant];
@@ -145,12 +164,15 @@ std::string json_text(const std::vector<variant>& variants, const std::vector<ce
     item["turn"] = cell.turn;
     item["questions"] = cell.questions;
     item["right"] = cell.right;
+    item["metric"] = how.text();
+    item["score"] = cell.mean_score();
     item["bytes_held"] = cell.mean_held();
     item["bytes_full"] = cell.mean_full();
     item["bytes_read_per_step"] = cell.mean_read();
     item["prompt_pairs"] = cell.pairs.visible > 0 ? cell.pairs.attended / cell.pairs.visible : 1;
     item["answers"] = cell.answers;
     item["verdicts"] = cell.verdicts;
+    if (!how.is_yes_or_no()) item["scores"] = cell.scores;
     list.push_back(std::move(item));
   }
   // A generated text may end inside a character.

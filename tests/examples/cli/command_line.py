@@ -145,7 +145,13 @@ def check_agree(checks):
     assert [row["method"] for row in report] == ["full", "snapkv", "snapkv", "h2o", "h2o"], report
     assert report[0]["kl_mean"] == 0 and report[0]["same_top"] == 1 and all(row["steps"] == 12 for row in report), report
     assert all(len(row["kl_by_step"]) == 6 for row in report), report
+    checks.works(f"{base} --prompt 200,100 --steps 6 --count 1 --json report", "prompts of 100 tokens", "prompts of 200 tokens")
+    assert [row["prompt"] for row in json.loads((checks.folder / "report").read_text())] == 5 * [100] + 5 * [200]
     (checks.folder / "report").unlink()
+    (checks.folder / "prompts").write_text('{"text": "%s"}\n{"prompt": "one two three", "continuation": " four five"}' % ("one two " * 60))
+    checks.works(f"{base} --prompts prompts --prompt 50 --steps 4", "prompts of 50 tokens", "2 pieces")
+    checks.refuses(f"{base} --prompts broken_prompts", "broken_prompts")
+    checks.refuses(f"{base} --prompts prompts --count 2", "--prompts", "--count")
     checks.refuses(f"{base} --prompt 1", "--prompt is '1'")
     checks.refuses(f"{base} --prompt 16000 --steps 1", "the model's context")
     checks.refuses(f"{base} --text questions --prompt 400 --steps 10", "tokens of the text", "a smaller --prompt or --steps")
@@ -166,8 +172,14 @@ def check_eval(checks):
     checks.works(f"{base} --questions questions --json report", "snapkv", "mine", "turn 2", "yours", "per step")
     report = json.loads((folder / "report").read_text())
     assert len(report) == 5 * 3, report
-    assert set(report[0]) == {"method", "budget", "parameters", "family", "turn", "questions", "right", "bytes_held",
-                              "bytes_full", "bytes_read_per_step", "answers", "verdicts"}, report[0]
+    assert set(report[0]) == {"method", "budget", "parameters", "family", "turn", "questions", "right", "metric", "score",
+                              "bytes_held", "bytes_full", "bytes_read_per_step", "answers", "verdicts"}, report[0]
+    (folder / "ruler.jsonl").write_text(json.dumps({"input": "One two.", "outputs": ["x", "y"], "answer_prefix": " Three"}))
+    checks.works(f"{base} --questions ruler.jsonl --metric contains_all --json report", "ruler", "average", "mean score in percent (contains_all)")
+    assert all(len(cell["scores"]) == 1 for cell in json.loads((folder / "report").read_text()))
+    checks.refuses(f"{base} --questions questions --metric rouge", "--metric is 'rouge'", "rouge_l")
+    checks.refuses([*f"{base} --questions questions --template".split(), "{input}"], "--template is '{input}'")
+    checks.refuses(f"{base} --families single --template x", "--template", "--questions")
     assert all(len(cell["answers"]) == cell["questions"] for cell in report), report
     made = f"{base} --context 300 --count 2 --families single,single_middle --json report --threads"
     tables = []

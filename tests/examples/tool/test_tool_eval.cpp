@@ -197,6 +197,8 @@ TEST_CASE("the table has a row a variant and a column a family or turn") {
       made.turn = turn;
       made.questions = 40;
       made.right = i == 0 ? 40 : 39;
+      made.scores.assign(40, 1.0);
+      if (i == 1) made.scores[7] = 0;
       made.bytes_full = 4000;
       made.bytes_held = i == 0 ? 4000 : 1000;
       made.bytes_read = 10240;
@@ -210,8 +212,17 @@ TEST_CASE("the table has a row a variant and a column a family or turn") {
         "-------------------------------------------------------\n"
         "full         -    100     100     100     100  1.00 KiB\n"
         "snapkv     128   97.5    97.5    97.5      25  1.00 KiB\n");
-  const auto json = nlohmann::json::parse(tool::json_text(variants, cells));
+  cells.back().scores[8] = 0.5;
+  const std::string averaged = tool::table_text(variants, cells, true);
+  CHECK(averaged.find("turn 2  average  held %") != std::string::npos);
+  CHECK(averaged.find("   96.2     97.2      25") != std::string::npos);  // of 97.5 and the mean of 97.5 and 96.25
+
+  const auto json = nlohmann::json::parse(tool::json_text(variants, cells, tool::scoring::parsed("f1", false)));
   REQUIRE(json.size() == 6);
+  CHECK(json[5]["metric"] == "f1");
+  CHECK(json[5]["score"] == Approx(38.5 / 40));
+  CHECK(json[5]["scores"][8] == 0.5);
+  CHECK_FALSE(nlohmann::json::parse(tool::json_text(variants, cells))[5].contains("scores"));
   CHECK(json[0]["budget"].is_null());
   CHECK(json[5]["method"] == "snapkv");
   CHECK(json[5]["budget"] == 128);

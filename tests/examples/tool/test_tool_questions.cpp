@@ -41,11 +41,57 @@ TEST_CASE("what is no conversation is refused with its line") {
   CHECK_THROWS_WITH(parse_questions(" \n\n", "file"), contains("at least one line"));
 }
 
-TEST_CASE("an answer counts when the text begins with it, white space at the ends aside") {
-  CHECK(tool::answers(" 12345\nmore", "12345"));
-  CHECK(tool::answers("\n12345", "12345 "));
-  CHECK(tool::answers("123456", "12345"));
-  CHECK_FALSE(tool::answers("the 12345", "12345"));
-  CHECK_FALSE(tool::answers("1234", "12345"));
-  CHECK_FALSE(tool::answers("", "12345"));
+TEST_CASE("lines of LongBench, RULER and SCBench become conversations") {
+  const auto all = parse_questions(
+      R"({"context": "Book.", "input": "Who?", "answers": ["A man", "Newton"], "dataset": "qasper", "language": "en", "length": 3, "all_classes": null, "_id": "x"})"
+      "\n"
+      R"({"context": "Book.", "input": "", "answers": ["All of it."], "dataset": "gov_report"})"
+      "\n"
+      R"({"index": 0, "input": "Text. What are they?", "outputs": ["1", 22], "length": 9, "answer_prefix": " They are"})"
+      "\n"
+      R"({"id": 1, "context": "Keys.", "multi_turns": [{"input": "k1", "answer": "v1"}, {"input": "k2", "answer": 5}]})"
+      "\n"
+      R"({"context": "Shots.", "task": "many_shot", "multi_turns": [{"input": "q", "answer": ["a", "b"], "options": ["a"]}]})",
+      "file", "niah", tool::prompt_template::parsed("<{context}|{input}>\\n"));
+  REQUIRE(all.size() == 5);
+  CHECK(all[0].family == "qasper");
+  CHECK(all[0].turns[0].prompt == "<Book.|Who?>\n");
+  CHECK(all[0].turns[0].answer == "Newton");
+  CHECK(all[0].turns[0].references == std::vector<std::string>{"A man", "Newton"});
+  CHECK(all[1].turns[0].prompt == "<Book.|>\n");
+  CHECK(all[2].family == "niah");
+  CHECK(all[2].turns[0].prompt == "Text. What are they? They are");
+  CHECK(all[2].turns[0].answer == "1, 22");
+  CHECK(all[2].turns[0].references == std::vector<std::string>{"1", "22"});
+  CHECK(all[3].family == "niah");
+  REQUIRE(all[3].turns.size() == 2);
+  CHECK(all[3].turns[0].prompt == "<Keys.|k1>\n");
+  CHECK(all[3].turns[1].prompt == "|k2>\n");
+  CHECK(all[3].turns[1].references == std::vector<std::string>{"5"});
+  CHECK(all[4].family == "many_shot");
+}
+
+TEST_CASE("lines of those forms without their keys, and templates without places, are refused") {
+  for (const char* bad : {
+           R"({"context": "c", "input": "i", "answers": ["a"]})",
+           R"({"context": "c", "input": "i", "dataset": "d"})",
+           R"({"context": "c", "answers": ["a"], "dataset": "d"})",
+           R"({"context": "c", "input": "i", "answers": [], "dataset": "d"})",
+           R"({"context": "c", "input": "i", "answers": "a", "dataset": "d"})",
+           R"({"context": "c", "input": "i", "answers": ["a"], "dataset": "d", "language": "zh"})",
+           R"({"input": "i", "outputs": [null]})",
+           R"({"outputs": ["a"]})",
+           R"({"input": "i", "outputs": ["a"], "answer_prefix": 3})",
+           R"({"context": [1, 2], "multi_turns": [{"input": "i", "answer": 3}]})",
+           R"({"context": "c", "multi_turns": [{"input": "i"}]})",
+           R"({"context": "c", "multi_turns": ["i"]})",
+           R"({"input": "i"})",
+       }) {
+    INFO(bad);
+    CHECK_THROWS_WITH(parse_questions(std::string("\n") + bad, "file"), contains("file, line 2"));
+  }
+  for (const char* bad : {"", "{context}", "{input}", "{input} {context}", "{context} {input} {input}"}) {
+    INFO(bad);
+    CHECK_THROWS_WITH(tool::prompt_template::parsed(bad), contains("--template is '"));
+  }
 }
