@@ -49,8 +49,8 @@ struct sequence_state {
     const index_t taken = front().next_position + tokens;
     return budgets.fitted(recipe, {taken, taken - answer_began});
   }
-  /// Adopts what shares come to in a step that takes `tokens` more; 0: no step, and a prompt that was announced here gets
-  /// its plan back.
+  /// Adopts what shares come to in a step that takes `tokens` more; 0: no step, and a prompt that was announced here
+  /// gets its plan back.
   void follow_shares(const Recipe& recipe, index_t tokens) {
     if (!budgets.options().has_shares()) return;
     const index_t began = front().next_position - front().turn_tokens;
@@ -70,8 +70,8 @@ struct sequence_state {
             front().next_position - answer_began + tokens, tokens};
   }
 
-  /// Errors   `tokens` more are too many for a layer's prompt, or its first chunk comes while layers have a step that others
-  ///          have not: tessera::error.
+  /// Errors   `tokens` more are too many for a layer's prompt, or its first chunk comes while layers have a step that
+  ///          others have not: tessera::error.
   void check_chunk_tokens(index_t layer, index_t tokens) const {
     const layer_progress& state = layers[std::size_t(layer)];
     state.require_positions(tokens);
