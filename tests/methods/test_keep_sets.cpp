@@ -22,6 +22,7 @@ settings random_settings(rng& random, const std::string& method) {
                    {"recent", random.chance(0.6) ? -1 : random.between(0, chosen.budget)},
                    {"sinks", random.between(0, std::min<index_t>(chosen.budget - 1, 6))},
                    {"block", random.pick({1, 3, 8, 16})},
+                   {"newest", random.pick({0, 1, 1, 5})},
                    {"read_tokens", random.between(1, 30)}};
   if (method == "sentencekv") chosen.values["recent"] = random.between(0, 8);
   if (method == "exact_topk" || token_budget) chosen.values.erase("read_tokens");

@@ -97,7 +97,7 @@ TEST_CASE("every method lists its parameters by unique names") {
   CHECK(parameter_names<streaming_llm<fp32, 64>>() == names{"sinks", "dense_layers"});
   CHECK(parameter_names<exact_topk<fp32, 64>>() == names{"dense_layers"});
   CHECK(parameter_names<hsa<fp32, 64>>() == names{"max_new", "page", "channels", "unit", "dense_layers"});
-  CHECK(parameter_names<quest<fp32, 64>>() == names{"max_new", "page", "dense_layers"});
+  CHECK(parameter_names<quest<fp32, 64>>() == names{"max_new", "page", "newest", "dense_layers"});
   CHECK(parameter_names<sparq<fp32, 64>>() == names{"max_new", "channels", "recent", "dense_layers"});
   CHECK(parameter_names<rocketkv<fp32, 64>>() ==
         names{"window", "pool", "pool_kind", "max_new", "split", "page", "channels", "unit", "dense_layers"});
@@ -106,7 +106,7 @@ TEST_CASE("every method lists its parameters by unique names") {
                                                         "sampling", "seed", "algorithm", "lines", "dense_layers"});
   CHECK(parameter_names<tri_shape<fp32, 64>>() == names{"init", "local", "dense_rows", "dense_layers"});
   CHECK(parameter_names<methods_test::mixtures::snapkv_quest>() ==
-        names{"window", "pool", "pool_kind", "read_tokens", "max_new", "page", "dense_layers"});
+        names{"window", "pool", "pool_kind", "read_tokens", "max_new", "page", "newest", "dense_layers"});
   CHECK(parameter_names<methods_test::mixtures::two_stages>() ==
         names{"window", "pool", "pool_kind", "floor", "block", "read_tokens", "dense_layers"});
 }

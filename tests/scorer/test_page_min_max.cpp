@@ -17,6 +17,14 @@ TEST_CASE("Quest reads all channels, pages of 16 unless the budget decides") {
   CHECK_THROWS_WITH(page_min_max{-1}.check(64), contains("page is -1; expected 0 to 16777216"));
 }
 
+TEST_CASE("the page of the newest token is read in any case, unless newest is 0") {
+  CHECK(page_min_max{}.protected_tail(64) == 1);
+  CHECK(page_min_max{}.fitted(64, 128).protected_tail(64) == 1);
+  CHECK(page_min_max{.newest = 0}.fitted(64, 128).protected_tail(64) == 0);
+  CHECK(page_min_max{.newest = 40}.protected_tail(8) == 8);
+  CHECK_THROWS_WITH(page_min_max{.newest = -1}.check(64), contains("newest is -1; expected 0 to 16777216"));
+}
+
 TEST_CASE("each query takes the side of its own sign: the larger of both products") {
   const page_min_max scorer;
   for (const float q : {-2.0f, -0.5f, 0.0f, 1.0f, 3.0f}) {

@@ -10,8 +10,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Budget t: a step attends the pages that t / 2 tokens need, ceil(t / 2 / page) of them, by the bound of their
-/// extremes.
+/// Budget t: a step attends the pages that t / 2 tokens need, ceil(t / 2 / page) of them: the newest page, and others
+/// by the bound of their extremes.
 /// Paper    Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv:2406.10774.
 /// Differs  half of the budget is attended, the other half stands for the estimate, as in RocketKV's comparison
 ///          (arXiv:2502.14051, App. A.3): Quest's own code attends all of it, at least three pages. With page 16 as

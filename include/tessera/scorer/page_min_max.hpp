@@ -18,8 +18,9 @@ TESSERA_NAMESPACE_BEGIN
 /// Cost     of each page one value per channel, two where the group's signs differ; 2 * k_dim values per page are held.
 /// Paper    Quest, arXiv:2406.10774, Sec. 3.3 (page 16, no division by sqrt(k_dim), as its code). Differs: one choice
 ///          per kv_head by the sum over the group, as RocketKV's comparison has it (arXiv:2502.14051, App. A.3);
-///          neither the newest page nor three pages at least are forced in; page 0 takes that comparison's page, the
-///          ratio rounded up.
+///          three pages at least are not forced in; page 0 takes that comparison's page, the ratio rounded up. The
+///          newest page is read whatever its score, as by Quest's CUDA system: it has few keys at first, so its bound
+///          is lower than that of full pages. `newest=0` leaves it to its score, as Quest's accuracy code does.
 struct page_min_max {
   static constexpr const char* name = "page_min_max";
   static constexpr observes observed = observes::step;
@@ -29,15 +30,16 @@ struct page_min_max {
 
   index_t page = 16;     ///< 0: by the budget
   index_t channels = 0;  ///< always all, once fitted
+  index_t newest = 1;    ///< newest tokens whose pages are read in any case
 
   page_min_max fitted(double ratio, int k_dim) const {
-    return {page > 0 ? page : index_t(std::clamp(std::ceil(ratio), 1.0, double(max_tokens))), k_dim};
+    return {page > 0 ? page : index_t(std::clamp(std::ceil(ratio), 1.0, double(max_tokens))), k_dim, newest};
   }
 
   TESSERA_HD bool takes_upper(float own, float) const { return own > 0; }
   TESSERA_HD float row_scale(float, float, float) const { return 1; }
 
-  index_t protected_tail(index_t) const { return 0; }
+  index_t protected_tail(index_t read) const { return (std::min)(newest, read); }
 
   void check(index_t) const { check_parameters(*this); }
 
@@ -45,6 +47,7 @@ struct page_min_max {
   static void parameters(Self& self, Visit&& visit) {
     visit("page", self.page, value_range{0, max_tokens},
           "consecutive stored tokens that are scored together; 0: by the budget");
+    visit("newest", self.newest, value_range{0, max_tokens}, "newest tokens whose pages are read in any case");
   }
 };
 

@@ -74,10 +74,9 @@ class reference_cache {
       return result;
     }
     if (index_t(result.stored.size()) <= keep) return result;
-    if (made_of_.reads == traits::second::sparq) {
-      const index_t recent = chosen_.count("recent", -1);
-      tail = std::max(tail, recent < 0 ? keep / 4 : recent);
-    }
+    const index_t recent = chosen_.count("recent", -1);
+    if (made_of_.reads == traits::second::sparq) tail = std::max(tail, recent < 0 ? keep / 4 : recent);
+    if (made_of_.reads == traits::second::quest) tail = std::max(tail, std::min(keep, chosen_.count("newest", 1)));
     const auto estimated = estimate(layer, head, count, result.stored);
     result.scores = estimated.scores;
     result.slack = estimated.slack;
