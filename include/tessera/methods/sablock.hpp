@@ -19,8 +19,10 @@ TESSERA_NAMESPACE_BEGIN
 /// Paper    Chen et al., SABlock: Semantic-Aware KV Cache Eviction with Adaptive Compression Block Size,
 ///          arXiv:2510.22556, Sec. III-A (segments), III-B (their factor), III-C (block sizes).
 /// Differs  the formulas are not in the public text: importance and diversity are put on a scale from 0 to 1 before
-///          they are combined, scores are pooled as SnapKV's are, segments have at most 256 tokens, and candidate sizes
-///          are 9, 7, 5, 3, 1. A later turn chooses again among what is left and what is new.
+///          they are combined, segments have at most 256 tokens, and candidate sizes are 9, 7, 5, 3, 1. The paper names
+///          no pooling: scores are pooled as SnapKV's are, so a token's score reaches 3 tokens beyond a segment's end.
+///          `pool=1` is without it, and was measured to answer less (docs/results.md). A later turn chooses again among
+///          what is left and what is new.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
 struct sablock : recipe<retain<by_segment<observation_window>, uniform, adaptive_blocks, per_layer<over_heads::mean>>,
                         Layout, retrieve_all, dense_decode, once> {
