@@ -55,7 +55,7 @@ endforeach()
 # longer.
 if(TESSERA_UNOPTIMISED_TESTS)
   foreach(program IN LISTS test_programs)
-    if(program MATCHES "^test_(attention|runtime|backend_cpu_(choose|read|store))$")
+    if(program MATCHES "^test_(attention|cache|runtime|backend_cpu_(choose|read|store))$")
       target_compile_options(${program} PRIVATE "$<$<CONFIG:Release>:-O1>")
     elseif(NOT program MATCHES "^test_(methods|cache|examples.*)$")
       target_compile_options(${program} PRIVATE "$<$<CONFIG:Release>:-O0>")
