@@ -92,7 +92,7 @@ void add_run(CLI::App& app) {
   add_threads(*command, given->threads);
   command->add_flag("--json", given->as_json, "print JSON");
   command->footer(
-      "Examples:\n  tessera run --model examples/model --prompt letter.txt --method snapkv --budget 256 --one-line\n"
+      "Example:\n  tessera run --model examples/model --prompt letter.txt --method snapkv --budget 256 --one-line\n"
       "  tessera run --model SmolLM2-135M-Instruct.Q4_1.gguf --method snapkv --budget 256");
   command->callback([given] { tool::run_prompt(*given); });
 }
