@@ -278,6 +278,24 @@ TEST_CASE("layers step in order: none is left out of a step and none goes ahead"
   CHECK(now.cache->positions(1, now.id, 0).back() == 60);
 }
 
+TEST_CASE("a layer takes a step once, also when as long a prompt has begun in layer 0") {
+  sink nowhere;
+  working now({"snapkv", 40, {{"window", 8}}});
+  now.prompt(60);
+  now.end_prompt();
+  const tessera::batch step = now.cache->prepare_step({now.id}, 3);
+  const auto decode_layer = [&](index_t layer) {
+    return [&, layer](any_cache& cache) {
+      cache.decode(layer, step, now.data.queries(layer, 60, 3), now.data.keys(layer, 60, 3),
+                   now.data.values(layer, 60, 3), nowhere.rows(3), {});
+    };
+  };
+  for (index_t layer = 0; layer < now.data.shape.layers; ++layer) decode_layer(layer)(*now.cache);
+  now.cache->prefill(0, now.id, now.data.queries(0, 63, 3), now.data.keys(0, 63, 3), now.data.values(0, 63, 3));
+  CHECK_THAT(said([&] { decode_layer(1)(*now.cache); }),
+             contains("tokens of a layer before the step is 63; expected 60"));
+}
+
 TEST_CASE("an empty chunk, and a chunk without the queries that the scorer observes, are refused") {
   for (const auto& method : all_methods()) {
     CAPTURE(method);
