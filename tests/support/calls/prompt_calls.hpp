@@ -144,6 +144,7 @@ class prompt_calls : public compared_caches {
 
   bool reserve(index_t id, index_t tokens) {
     const sequence* held = known(id);
+    if (held && has_ended_layers(*held)) return false;  // a twin, whose layers have not ended, holds more
     std::optional<bool> allowed = held && !held->is_between_layers && tokens >= 0 && tokens <= limits_.tokens;
     if (*allowed && !surely_fits(*held, tokens)) allowed.reset();
     if (!apply(allowed, [&](called_cache& cache) { cache.reserve(id, tokens); })) return false;
@@ -188,9 +189,12 @@ class prompt_calls : public compared_caches {
 
   bool attend_prompt(const cache_call& call) {
     const sequence* held = known(call.id);
-    const bool allowed = !call.is_wrong && held && is_layer(call.layer) && !has_ended(*held, call.layer) &&
-                         call.q.tokens >= 1 && call.q.tokens <= held->turn[std::size_t(call.layer)] &&
-                         is_aligned(call.q);
+    std::optional<bool> allowed = !call.is_wrong && held && is_layer(call.layer) && !has_ended(*held, call.layer) &&
+                                  call.q.tokens >= 1 && call.q.tokens <= held->turn[std::size_t(call.layer)];
+    if (*allowed && !is_aligned(call.q)) {  // packed rows, which a first prompt has not, take any queries
+      allowed = false;
+      if (held->answer > 0) allowed.reset();
+    }
     if (!apply(allowed, [&](called_cache& cache) {
           const auto [out, lse] = take(call.wanted);
           cache.prefill_attention(call.layer, call.id, call.q, out, lse);
@@ -209,8 +213,10 @@ class prompt_calls : public compared_caches {
     const auto call = [&](called_cache& cache) {
       if (turn_ != 1 || limits_.is_tight) cache.end_layer(layer, id);
     };
-    if (!allowed ? !apply(false, [&](called_cache& cache) { cache.end_layer(layer, id); }) : !apply(true, call))
-      return false;
+    std::optional<bool> expected = allowed;
+    if (allowed && limits_.is_tight) expected.reset();  // rows that a fork shares are copied
+    const auto refused = [&](called_cache& cache) { cache.end_layer(layer, id); };
+    if (allowed ? !apply(expected, call) : !apply(expected, refused)) return false;
     held->ended[std::size_t(layer)] = true;
     has_detoured_ = true;
     return true;

@@ -98,8 +98,10 @@ class conversation {
     sequence_options own;
     bool has_profile = false;
     if constexpr (Method::retain_type::shares) has_profile = method_.retain.planned({}).budget.knows_shares();
+    index_t least = smallest_budget;
+    if constexpr (requires { method_.retain.scorer.window; }) least = std::max(least, method_.retain.scorer.window);
     if (Method::budgets.largest > 0 && !has_profile && engine_() % 2 == 0)
-      own.budget.tokens = smallest_budget + index_t(engine_() % unsigned(method_.budget() - smallest_budget + 1));
+      own.budget.tokens = least + index_t(engine_() % unsigned(method_.budget() - least + 1));
     const index_t id = host_.open(own);
     must(device_.open(own) == id, "both caches open the same id", id);
     ids_.push_back(id);
