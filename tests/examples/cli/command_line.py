@@ -173,7 +173,7 @@ def check_eval(checks):
     report = json.loads((folder / "report").read_text())
     assert len(report) == 5 * 3, report
     assert set(report[0]) == {"method", "budget", "parameters", "family", "turn", "questions", "right", "metric", "score",
-                              "bytes_held", "bytes_full", "bytes_read_per_step", "answers", "verdicts"}, report[0]
+                              "bytes_held", "bytes_full", "bytes_read_per_step", "prompt_pairs", "answers", "verdicts"}, report[0]
     (folder / "ruler.jsonl").write_text(json.dumps({"input": "One two.", "outputs": ["x", "y"], "answer_prefix": " Three"}))
     checks.works(f"{base} --questions ruler.jsonl --metric contains_all --json report", "ruler", "average", "mean score in percent (contains_all)")
     assert all(len(cell["scores"]) == 1 for cell in json.loads((folder / "report").read_text()))
