@@ -213,11 +213,11 @@ TEST_CASE("the paper's costs are those of its Table 1, and bytes held and read c
   close(run_one("rocketkv", {{"split", 0.5}}), ours.rocketkv(0.5));  // c2 = 4: pages of 2
   close(run_one("rocketkv_mt", {{"split", 0.5}}), ours.rocketkv_mt(0.5));
   close(run_one("snapkv", {}), ours.eviction());
-  // One head a group: Quest reads one side, as Table 1 has it.
+  // One head a group: Quest reads one side, as Table 1 has it. The newest page, which has one token, is left to its score.
   const tessera::model_shape single{1, 1, 1};
   const model_data alone(random, single, 4100);
-  const auto quest =
-      make_cache({"quest", 256, {{"max_new", 0}, {"page", 0}}}, single, std::make_shared<tessera::cpu::executor>(1));
+  const auto quest = make_cache({"quest", 256, {{"max_new", 0}, {"page", 0}, {"newest", 0}}}, single,
+                                std::make_shared<tessera::cpu::executor>(1));
   const index_t id = quest->open();
   prefill(*quest, id, alone, 0, 4096);
   quest->end_prefill(id);
