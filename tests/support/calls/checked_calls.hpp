@@ -179,7 +179,7 @@ class checked_calls : public draft_calls {
       const sequence* held = known(now.ids[std::size_t(b)]);
       if (!held || held->step_tokens != now.tokens_of(b) || held->turn[at] != 0) return false;
     }
-    const bool latest = !step_.is_stale && same(now, step_.now);
+    const bool latest = !step_.is_stale && now.number == step_.now.number && same(now, step_.now);
     if (limits_.on_device) return latest && step_.has_begun && layer == step_.next_layer;
     for (index_t b = 0; b < now.sequences(); ++b) {
       const auto& next = known(now.ids[std::size_t(b)])->next;
@@ -200,7 +200,7 @@ class checked_calls : public draft_calls {
           cache.decode(call.layer, step_of(call, turn_), call.q, call.k, call.v, out, lse);
         }))
       return false;
-    if (same(now, step_.now)) step_.next_layer = call.layer + 1;
+    if (now.number == step_.now.number && same(now, step_.now)) step_.next_layer = call.layer + 1;
     for (index_t b = 0; b < now.sequences(); ++b) {
       sequence& held = *changed(now.ids[std::size_t(b)]);
       if (limits_.on_device) {

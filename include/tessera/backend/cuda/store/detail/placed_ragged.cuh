@@ -242,7 +242,7 @@ class placed_rows<Layout, ragged_pages> {
       const stored_tokens held = held_of(layer);
       for (index_t h = 0; h < heads_; ++h) {
         index_t& largest = longest[std::size_t(groups_.group[std::size_t(layer * heads_ + h)])];
-        largest = (std::max)(largest, held.head(h) + tokens);
+        largest = (std::max)(largest, (std::min)(held.head(h) + tokens, widest_ * page_));
       }
     }
     offset_t pages = tokens > 0 ? pool_.reserved(id) : 0, with = 0;
