@@ -243,10 +243,12 @@ namespace {
 /// A conversation of one prompt and its answer.
 struct planned_turn {
   index_t prompt, answer, chunk, step;
+  bool layers_end = false;
+  tessera::turn_extent extent() const { return {prompt, answer, chunk, 1, layers_end}; }
 };
 
-const std::vector<planned_turn> turns{{200, 60, 0, 1},  {200, 40, 7, 8}, {150, 5, 64, 3},
-                                      {37, 220, 37, 1}, {1, 9, 0, 2},    {64, 0, 16, 1}};
+const std::vector<planned_turn> turns{{200, 60, 0, 1}, {200, 40, 7, 8}, {150, 5, 64, 3},      {37, 220, 37, 1},
+                                      {1, 9, 0, 2},    {64, 0, 16, 1},  {200, 60, 0, 1, true}};
 
 /// The largest number of bytes after any call; never above the bound.
 offset_t peak_of(any_cache& cache, const model_data& data, const planned_turn& turn, offset_t bound) {
@@ -268,6 +270,8 @@ offset_t peak_of(any_cache& cache, const model_data& data, const planned_turn& t
       look();
       cache.prefill_attention(layer, id, data.queries(layer, next, count),
                               tessera::nhd_rows(out.data(), count, q_heads, dim), {});
+      look();
+      if (turn.layers_end) cache.end_layer(layer, id);
       look();
     }
     next += count;
@@ -291,14 +295,17 @@ TEST_CASE("the bound of a long prompt is not much more than what the sequence ta
   rng random(154);
   const tessera::model_shape shape{16, 4, 2};
   const model_data data(random, shape, 720);
-  const planned_turn turn{700, 20, 0, 1};
   for (const std::string method : {"full", "snapkv", "h2o", "quest", "sparq", "tangram", "streaming_llm"}) {
-    CAPTURE(method);
-    const auto cache = make_cache({method, 100, {{"window", 8}}}, shape, std::make_shared<tessera::cpu::executor>(1));
-    const offset_t bound = cache->bound(turn.prompt, turn.answer, turn.chunk).bytes;
-    const offset_t peak = peak_of(*cache, data, turn, bound);
-    CAPTURE(peak, bound);
-    CHECK(double(bound) < 1.15 * double(peak));
+    for (const bool layers_end : {false, true}) {
+      CAPTURE(method, layers_end);
+      const auto cache = make_cache({method, 100, {{"window", 8}}}, shape, std::make_shared<tessera::cpu::executor>(1));
+      const planned_turn turn{700, 20, 0, 1, layers_end};
+      const offset_t bound = cache->bound(turn.extent()).bytes;
+      const offset_t peak = peak_of(*cache, data, turn, bound);
+      CAPTURE(peak, bound);
+      CHECK(double(bound) < 1.15 * double(peak));
+      if (method == "snapkv") CHECK(double(bound) < (layers_end ? 0.3 : 1.1) * double(cache->full_bytes(720)));
+    }
   }
 }
 
@@ -321,7 +328,7 @@ TEST_CASE("no sequence takes more than its bound") {
                                       std::make_shared<tessera::cpu::executor>(1));
         for (const planned_turn& turn : turns) {
           CAPTURE(method, budget, slides, turn.prompt, turn.answer, turn.chunk, turn.step);
-          const tessera::capacity bound = cache->bound(turn.prompt, turn.answer, turn.chunk);
+          const tessera::capacity bound = cache->bound(turn.extent());
           peak_of(*cache, data, turn, bound.bytes);
           CHECK((bound.pages > 0) == (method == "tangram" || method == "packed_rocketkv"));
           CHECK(cache->available().covers(bound));

@@ -63,8 +63,12 @@ class called_cache {
   virtual std::vector<std::vector<index_t>> attended(index_t layer, index_t id) const = 0;
   virtual offset_t bytes(index_t id) const = 0;
   virtual offset_t bytes_read(index_t id) const = 0;
-  virtual tessera::capacity bound(index_t prompt, index_t answer, index_t chunk,
+  virtual tessera::capacity bound(const tessera::turn_extent& turn,
                                   const tessera::sequence_options& options = {}) const = 0;
+  tessera::capacity bound(index_t prompt, index_t answer, index_t chunk,
+                          const tessera::sequence_options& options = {}) const {
+    return bound(tessera::turn_extent{prompt, answer, chunk}, options);
+  }
   virtual tessera::capacity available() const = 0;
   /// How many tokens may be others where scores of two choices differ by rounding only: pages and pooled scores have
   /// several of one score, and where two channels of a query are equal to rounding, all estimates are others.
@@ -161,6 +165,7 @@ void keep_all_elements(Recipe& recipe) {
 template <class Recipe, class Interface = called_cache>
 class cpu_calls : public Interface {
  public:
+  using Interface::bound;
   using typename Interface::results;
   using typename Interface::rows;
 
@@ -228,9 +233,8 @@ class cpu_calls : public Interface {
   }
   offset_t bytes(index_t id) const override { return held_.bytes(id); }
   offset_t bytes_read(index_t id) const override { return held_.bytes_read(id); }
-  tessera::capacity bound(index_t prompt, index_t answer, index_t chunk,
-                          const tessera::sequence_options& options) const override {
-    return held_.bound(prompt, answer, chunk, options);
+  tessera::capacity bound(const tessera::turn_extent& turn, const tessera::sequence_options& options) const override {
+    return held_.bound(turn, options);
   }
   tessera::capacity available() const override { return held_.available(); }
   index_t chosen_together(index_t id) const override {

@@ -11,9 +11,12 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// A turn before it begins: tokens of the prompt, of the answer, of the longest chunk, and of the longest step.
+/// A turn before it begins.
 struct turn_extent {
-  index_t prompt = 0, answer = 0, chunk = 0, step = 1;  ///< a chunk may be longer than the prompt
+  index_t prompt = 0, answer = 0;  ///< tokens
+  index_t chunk = 0;               ///< tokens of the prompt's longest chunk; 0: one chunk
+  index_t step = 1;                ///< tokens of the longest step; a cache takes its own
+  bool layers_end = false;         ///< whether `end_layer` follows each layer of the prompt's last chunk
 
   index_t tokens() const { return prompt + answer; }
   /// Errors   an empty prompt, a negative number, or more tokens than positions: tessera::error.

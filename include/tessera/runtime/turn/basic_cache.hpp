@@ -347,7 +347,12 @@ class basic_cache {
   /// while its rows move. Pages are those of the layout's pool, 0 without one. If a schedule chooses after chunks, the
   /// bound holds for announced prompts only. Every token counts as one segment of text. A second turn may take more.
   /// Errors   a turn that the recipe or the cache's sizes do not allow: tessera::error.
-  capacity bound(index_t prompt, index_t answer, index_t chunk = 0, const sequence_options& options = {}) const;
+  capacity bound(index_t prompt, index_t answer, index_t chunk = 0, const sequence_options& options = {}) const {
+    return bound(turn_extent{prompt, answer, chunk}, options);
+  }
+  /// The same where layers may end one by one: with `turn.layers_end` and a prompt in one chunk, one layer at a time is
+  /// whole.
+  capacity bound(turn_extent turn, const sequence_options& options = {}) const;
   /// The memory that one more sequence can take now. A sequence whose `bound` fits into it runs to its end if the other
   /// sequences take no more meanwhile. To admit several, subtract their bounds from what an empty cache has. Quantities
   /// without a limit are capacity::unlimited: bytes on the CPU, and bytes where pages run out first. {0, 0}: no more

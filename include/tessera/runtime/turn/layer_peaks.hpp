@@ -158,6 +158,12 @@ host_vector<layer_peak> layer_peaks(const Recipe& recipe, const planned<Recipe>&
   using retain_type = typename Recipe::retain_type;
   const detail::choice_gaps gaps = detail::gaps_of(recipe, policies, turn);
   const kept_bound all = detail::even_heads(shape.kv_heads, turn.tokens());
+  // Of layers that end one by one, one is whole at a time. Pages that layers share are as many as their longest head's.
+  constexpr bool shares_pages =
+      requires(const typename Recipe::layout_type::placement_type& where) { where.groups(1, 1); };
+  const bool ends_alone =
+      turn.layers_end && turn.chunk >= turn.prompt && gaps.at_prompt_end && chooses_by_layer<Recipe> && !shares_pages;
+  bool has_whole = false;
   host_vector<layer_peak> peaks;
   for (index_t layer = 0; layer < shape.layers; ++layer) {
     layer_peak peak{turn, roles.follows_recipe(layer), all, all};
@@ -170,7 +176,8 @@ host_vector<layer_peak> layer_peaks(const Recipe& recipe, const planned<Recipe>&
       const index_t judged = retain_type::settles ? turn.prompt : turn.tokens();
       const kept_bound kept = detail::kept_of_layer(recipe, policies, shape, layer, judged);
       auto [in_prompt, ended] = detail::peaks_between(kept, gaps, shape.kv_heads, turn);
-      if (retain_type::drops) peak.stored = detail::larger(in_prompt, ended);
+      if (retain_type::drops) peak.stored = ends_alone && has_whole ? ended : detail::larger(in_prompt, ended);
+      has_whole = true;
       bool joins_columns = false;
       if constexpr (lasting_pattern<typename Recipe::prefill_type>) joins_columns = recipe.prefill.adds_to_reading();
       if (!joins_columns) peak.readable = std::move(ended);

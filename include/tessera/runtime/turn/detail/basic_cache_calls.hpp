@@ -384,15 +384,15 @@ void basic_cache<Recipe, Backend>::attend(index_t layer, const batch& step, cons
 }
 
 template <class Recipe, class Backend>
-capacity basic_cache<Recipe, Backend>::bound(index_t prompt, index_t answer, index_t chunk,
-                                             const sequence_options& options) const {
-  const turn_extent turn{prompt, answer, chunk == 0 ? prompt : chunk, backend_.max_step_tokens()};
+capacity basic_cache<Recipe, Backend>::bound(turn_extent turn, const sequence_options& options) const {
+  if (turn.chunk == 0) turn.chunk = turn.prompt;
+  turn.step = backend_.max_step_tokens();
   turn.check();
   const own_budgets<Recipe> budgets(recipe_, options);
   // Shares grow within the answer: the last step's are the largest.
-  const Recipe own = budgets.fitted(recipe_, {turn.tokens(), answer});
+  const Recipe own = budgets.fitted(recipe_, {turn.tokens(), turn.answer});
   backend_.check_budgets(recipe_, own);
-  const planned<Recipe> policies = conversations_.plan_first(own, prompt);
+  const planned<Recipe> policies = conversations_.plan_first(own, turn.prompt);
   return backend_.upper_bound(own, policies, layer_peaks(own, policies, backend_.roles(), shape_, turn));
 }
 

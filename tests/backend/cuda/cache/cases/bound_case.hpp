@@ -10,6 +10,8 @@ namespace gpu_test {
 /// One prompt and its answer; chunk 0: in one chunk.
 struct bounded_turn {
   index_t prompt, answer, chunk, step;
+  bool layers_end = false;
+  turn_extent extent() const { return {prompt, answer, chunk, 1, layers_end}; }
 };
 
 /// Runs the turn in a new sequence, and closes it; after every call the sequence takes no more than `bound`.
@@ -31,6 +33,8 @@ void run_within(cuda::cache<Method>& kv, const bounded_turn& turn, const capacit
       REQUIRE(kv.bytes(id) <= bound.bytes);
       kv.prefill_attention(layer, id, x.rows(x.dq.data, x.q_heads), nhd_rows(out.data, count, shape.q_heads, D), {},
                            nullptr);
+      if (turn.layers_end) kv.end_layer(layer, id, nullptr);
+      REQUIRE(kv.bytes(id) <= bound.bytes);
     }
     cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // x is released now
   }
@@ -62,10 +66,12 @@ requires runs_on_devices<Method> void stay_within_bound() {
   options.tokens = 300;
   options.step_tokens = 3;
   cuda::cache<Method> ample(shape, method, options);
-  for (const bounded_turn& turn :
-       {bounded_turn{200, shrunk(60, 5), 0, 1}, {150, shrunk(30, 5), 64, 3}, {90, shrunk(170, 5), 37, 2}}) {
+  for (const bounded_turn& turn : {bounded_turn{200, shrunk(60, 5), 0, 1},
+                                   {150, shrunk(30, 5), 64, 3},
+                                   {90, shrunk(170, 5), 37, 2},
+                                   {200, shrunk(30, 5), 0, 1, true}}) {
     CAPTURE(turn.prompt, turn.answer, turn.chunk, turn.step);
-    const capacity bound = ample.bound(turn.prompt, turn.answer, turn.chunk);
+    const capacity bound = ample.bound(turn.extent());
     REQUIRE(ample.available().covers(bound));
     run_within(ample, turn, bound);
     cuda::cache_options tight = options;
@@ -77,7 +83,7 @@ requires runs_on_devices<Method> void stay_within_bound() {
       tight.rows = bound.pages * layout::placement_type::page * shape.kv_heads;
     }
     cuda::cache<Method> scarce(shape, limited, tight);
-    REQUIRE(scarce.bound(turn.prompt, turn.answer, turn.chunk) == bound);
+    REQUIRE(scarce.bound(turn.extent()) == bound);
     REQUIRE(scarce.available().covers(bound));
     run_within(scarce, turn, bound);
     run_within(scarce, turn, bound);  // everything was given back

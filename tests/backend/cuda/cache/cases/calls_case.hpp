@@ -100,9 +100,8 @@ class device_calls final : public support::called_cache {
   }
   offset_t bytes(index_t id) const override { return held_.bytes(id); }
   offset_t bytes_read(index_t id) const override { return held_.bytes_read(id); }
-  tessera::capacity bound(index_t prompt, index_t answer, index_t chunk,
-                          const tessera::sequence_options& options) const override {
-    return held_.bound(prompt, answer, chunk, options);
+  tessera::capacity bound(const tessera::turn_extent& turn, const tessera::sequence_options& options) const override {
+    return held_.bound(turn, options);
   }
   tessera::capacity available() const override { return held_.available(); }
 
