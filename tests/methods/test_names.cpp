@@ -96,11 +96,11 @@ TEST_CASE("every method lists its parameters by unique names") {
   CHECK(parameter_names<h2o<fp32, 64>>() == names{"recent", "dense_layers"});
   CHECK(parameter_names<streaming_llm<fp32, 64>>() == names{"sinks", "dense_layers"});
   CHECK(parameter_names<exact_topk<fp32, 64>>() == names{"dense_layers"});
-  CHECK(parameter_names<hsa<fp32, 64>>() == names{"max_new", "page", "channels", "unit", "dense_layers"});
+  CHECK(parameter_names<hsa<fp32, 64>>() == names{"max_new", "page", "channels", "newest", "unit", "dense_layers"});
   CHECK(parameter_names<quest<fp32, 64>>() == names{"max_new", "page", "newest", "dense_layers"});
   CHECK(parameter_names<sparq<fp32, 64>>() == names{"max_new", "channels", "recent", "dense_layers"});
   CHECK(parameter_names<rocketkv<fp32, 64>>() ==
-        names{"window", "pool", "pool_kind", "max_new", "split", "page", "channels", "unit", "dense_layers"});
+        names{"window", "pool", "pool_kind", "max_new", "split", "page", "channels", "newest", "unit", "dense_layers"});
   CHECK(parameter_names<rocketkv_mt<fp32, 64>>() == parameter_names<rocketkv<fp32, 64>>());
   CHECK(parameter_names<loopserve<fp32, 64>>() == names{"observed", "pool", "per", "first", "every", "alpha", "rows",
                                                         "sampling", "seed", "algorithm", "lines", "dense_layers"});

@@ -30,6 +30,7 @@ support::called_caches caches_of(const std::string& method, support::rng& random
     if (one.name == "every") chosen.values["every"] = chosen.values["first"] = 1;
     if (one.name == "max_new") chosen.values["max_new"] = random.between(4, 12);
     if (one.name == "chunk") chosen.values["chunk"] = random.between(1, 20);
+    if (one.name == "newest") chosen.values["newest"] = random.between(0, 2);
     if (one.name == "page") chosen.values["page"] = random.between(1, 5);
     if (one.name == "heads") chosen.values["heads"] = random.pick({1, shape.kv_heads});
     if (one.name == "segment") chosen.values["segment"] = random.between(1, 40);

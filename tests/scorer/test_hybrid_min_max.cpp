@@ -46,3 +46,10 @@ TEST_CASE("hybrid_min_max refuses channels that a key has not") {
   CHECK_THROWS_WITH((hybrid_min_max{0, 65}).fitted(1, 64),
                     contains("channels is 65; expected 0 to the head dim, which is 64"));
 }
+
+TEST_CASE("the newest page is left to its score, unless newest says otherwise") {
+  CHECK(hybrid_min_max{}.protected_tail(64) == 0);
+  CHECK(hybrid_min_max{.newest = 1}.fitted(64, 128).protected_tail(64) == 1);
+  CHECK(hybrid_min_max{.newest = 40}.protected_tail(8) == 8);
+  CHECK_THROWS_WITH(hybrid_min_max{.newest = -1}.check(64), contains("newest is -1; expected 0 to 16777216"));
+}

@@ -25,7 +25,7 @@ TESSERA_NAMESPACE_BEGIN
 /// Cost     one value per page and chosen channel is read; 2 * k_dim values per page are held, k_dim for page 1.
 /// Paper    RocketKV, arXiv:2502.14051, Sec. 3.4 and Algorithm 1, rounding of its accuracy code. Differs: a sum of 0
 ///          takes the smaller values, as that code does and Algorithm 1 does not; fp32 softmax; no padding of the last
-///          page; the newest page is not forced in.
+///          page. The newest page is left to its score, as by that code; with `newest=1` steps read it in any case.
 struct hybrid_min_max {
   static constexpr const char* name = "hybrid_min_max";
   static constexpr observes observed = observes::step;
@@ -35,6 +35,7 @@ struct hybrid_min_max {
 
   index_t page = 0;      ///< 0: by the budget
   index_t channels = 0;  ///< 0: by the budget
+  index_t newest = 0;    ///< newest tokens whose pages are read in any case
 
   hybrid_min_max fitted(double ratio, int k_dim) const {
     hybrid_min_max result = *this;
@@ -55,7 +56,7 @@ struct hybrid_min_max {
     return coverage_scale(scale, chosen, whole);
   }
 
-  index_t protected_tail(index_t) const { return 0; }
+  index_t protected_tail(index_t read) const { return (std::min)(newest, read); }
 
   void check(index_t) const { check_parameters(*this); }
 
@@ -65,6 +66,7 @@ struct hybrid_min_max {
           "consecutive stored tokens that are scored together; 0: by the budget");
     visit("channels", self.channels, value_range{0, largest_head_dim},
           "channels of a key that a score reads; 0: by the budget");
+    visit("newest", self.newest, value_range{0, max_tokens}, "newest tokens whose pages are read in any case");
   }
 };
 

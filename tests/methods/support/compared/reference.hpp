@@ -77,6 +77,7 @@ class reference_cache {
     const index_t recent = chosen_.count("recent", -1);
     if (made_of_.reads == traits::second::sparq) tail = std::max(tail, recent < 0 ? keep / 4 : recent);
     if (made_of_.reads == traits::second::quest) tail = std::max(tail, std::min(keep, chosen_.count("newest", 1)));
+    if (made_of_.reads == traits::second::hsa) tail = std::max(tail, std::min(keep, chosen_.count("newest", 0)));
     const auto estimated = estimate(layer, head, count, result.stored);
     result.scores = estimated.scores;
     result.slack = estimated.slack;

@@ -13,7 +13,11 @@ void gpu_test::make_random_calls(const called_on_both& method) {
     support::rng random(std::uint64_t(70601 + done));
     called_numbers numbers{{random.between(1, 3), random.pick({2, 4}), random.pick({1, 2})},
                            random.pick({24, 40, 64}),
-                           {{"window", random.between(1, 4)}, {"max_new", random.between(4, 12)}}};
+                           {{"window", random.between(1, 4)},
+                            {"max_new", random.between(4, 12)},
+                            {"newest", random.between(0, 2)},
+                            {"every", 1},  // else sequences of a batch may differ in what is due
+                            {"first", 1}}};
     cuda::cache_options options;
     options.sequences = random.between(2, 4);
     options.tokens = random.pick({64, 128, 300});
