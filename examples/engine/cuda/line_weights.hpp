@@ -57,6 +57,7 @@ class line_weights final : public weight_source {
     return matrix;
   }
   device_array<float> norm(const std::string& name, std::int32_t width) override { return random_.norm(name, width); }
+  device_array<float> biases(std::initializer_list<part> parts) override { return random_.biases(parts); }
 
  private:
   enum channel : int { everywhere, ordinary, marked, planted_channels };

@@ -44,12 +44,6 @@ struct workspace {
 constexpr int most_rows = std::max<int>(longest_step, llama::most_together);  // of a step
 
 llama_config checked(llama_config config) {
-  const char* const more = config.qkv_bias           ? "biases of queries, keys and values (Qwen 2)"
-                           : config.qk_norm          ? "norms of queries and keys (Qwen 3)"
-                           : !config.rotates.empty() ? "layers without RoPE (SmolLM 3)"
-                                                     : nullptr;
-  tessera::require(!more, "model", std::string("one with ") + (more ? more : ""),
-                   "one of the Llama architecture on CUDA", "use --backend cpu");
   require_device();
   return config;
 }
@@ -62,6 +56,7 @@ class llama::state {
       : config(checked(std::move(shape))),
         products_(stream),
         frequencies_(uploaded(rope_frequencies(config))),
+        still_(uploaded(std::vector<float>(config.rotates.empty() ? 0 : std::size_t(config.head_dim / 2), 0.0f))),
         step_(config, most_rows),
         logits_(std::size_t(most_rows) * std::size_t(config.vocab_size)),
         best_(most_rows),
@@ -84,6 +79,7 @@ class llama::state {
                                     {attention + "k_proj.weight", config.kv_size()},
                                     {attention + "v_proj.weight", config.kv_size()}},
                                    hidden);
+      loaded.projections = projection_weights(weights, config, attention);
       loaded.attention_out = weights.stacked({{attention + "o_proj.weight", hidden}}, config.q_size());
       loaded.gate_up = weights.stacked({{mlp + "gate_proj.weight", inner}, {mlp + "up_proj.weight", inner}}, hidden);
       loaded.down = weights.stacked({{mlp + "down_proj.weight", hidden}}, inner);
@@ -95,7 +91,7 @@ class llama::state {
   std::int64_t weight_bytes() const {
     std::size_t total = embedding_.values.bytes() + head_.values.bytes() + final_norm_.bytes();
     for (const layer& one : layers_) {
-      total += one.attention_norm.bytes() + one.mlp_norm.bytes() + one.qkv.values.bytes() +
+      total += one.attention_norm.bytes() + one.mlp_norm.bytes() + one.qkv.values.bytes() + one.projections.bytes() +
                one.attention_out.values.bytes() + one.gate_up.values.bytes() + one.down.values.bytes();
     }
     return std::int64_t(total);
@@ -166,6 +162,7 @@ class llama::state {
   struct layer {
     device_array<float> attention_norm, mlp_norm;  // [hidden]
     weight_matrix qkv;                             // q, k and v stacked: [q_size + 2 * kv_size, hidden]
+    projection_weights projections;                // biases and norms of q, k and v
     weight_matrix attention_out;                   // [hidden, q_size]
     weight_matrix gate_up;                         // gate and up stacked: [2 * intermediate, hidden]
     weight_matrix down;                            // [hidden, intermediate]
@@ -194,8 +191,13 @@ class llama::state {
       rms_norm(work.hidden.data(), count, width, weights.attention_norm.data(), config.rms_norm_eps, work.normed.data(),
                stream);
       products_.linear(work.normed.data(), count, weights.qkv, work.qkv.data());
-      split_and_rotate(config, frequencies_.data(), work.qkv.data(), count, position, type, work.q.data(),
-                       work.k.data(), work.v.data(), index, unusable_.data(), stream);
+      const projection_weights& more = weights.projections;
+      if (more.any()) {
+        finish_projections(config, more.bias.data(), more.q_norm.data(), more.k_norm.data(), work.qkv.data(), count,
+                           stream);
+      }
+      split_and_rotate(config, config.turns(index) ? frequencies_.data() : still_.data(), work.qkv.data(), count,
+                       position, type, work.q.data(), work.k.data(), work.v.data(), index, unusable_.data(), stream);
       attend(index);
       const std::int32_t rows = index + 1 < config.num_hidden_layers ? count : wanted;
       if (rows > 0) finish_layer(work, weights, count - rows, rows);
@@ -319,9 +321,9 @@ class llama::state {
 
   const std::uint64_t number_ = next_number();  // tells this model's captured steps from another's
   products products_;
-  device_array<float> frequencies_;
-  workspace step_;   // its addresses are in the captured graphs
-  workspace chunk_;  // grows with the prompts
+  device_array<float> frequencies_, still_;  // of RoPE [head_dim / 2]; of layers without it, 0
+  workspace step_;                           // its addresses are in the captured graphs
+  workspace chunk_;                          // grows with the prompts
   device_array<float> logits_;
   device_array<token_t> best_;
   device_array<unsigned long long> unusable_;  // see unusable_number

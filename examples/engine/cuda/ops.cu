@@ -161,6 +161,28 @@ struct head_counts {
   int q, kv, half;
 };
 
+// One warp a head of a token: biases, then the norm of a query or a key.
+__global__ void __launch_bounds__(threads)
+    finish_projections_entry(float* qkv, int tokens, head_counts heads, const float* bias, const float* q_norm,
+                             const float* k_norm, float epsilon) {
+  const int all_heads = heads.q + 2 * heads.kv, dim = 2 * heads.half, lane = int(threadIdx.x) % 32;
+  const std::int64_t count = std::int64_t(tokens) * all_heads, warps = std::int64_t(gridDim.x) * (threads / 32);
+  for (std::int64_t at = std::int64_t(blockIdx.x) * (threads / 32) + threadIdx.x / 32; at < count; at += warps) {
+    const int head = int(at % all_heads);
+    float* const values = qkv + at * dim;
+    const float* const norm = head < heads.q ? q_norm : head < heads.q + heads.kv ? k_norm : nullptr;
+    float squares = 0;
+    for (int i = lane; i < dim; i += 32) {
+      const float value = values[i] + (bias ? bias[head * dim + i] : 0);
+      values[i] = value;
+      squares += value * value;
+    }
+    if (!norm) continue;
+    const float scale = rsqrtf(lane_sum(squares) / float(dim) + epsilon);
+    for (int i = lane; i < dim; i += 32) values[i] *= scale * norm[i];
+  }
+}
+
 // One thread a pair of elements (i, i + half) of one head.
 template <class T>
 __global__ void __launch_bounds__(threads)
@@ -315,6 +337,15 @@ void swiglu(const float* gate_up, std::int32_t rows, std::int32_t width, bf16* y
   const std::int64_t count = std::int64_t(rows) * width;
   swiglu_entry<<<blocks_for(count), threads, 0, stream>>>(gate_up, count, width, y);
   check_launch("launch of SwiGLU");
+}
+
+void finish_projections(const llama_config& config, const float* bias, const float* q_norm, const float* k_norm,
+                        float* qkv, std::int32_t tokens, cudaStream_t stream) {
+  const head_counts heads{config.num_attention_heads, config.num_key_value_heads, config.head_dim / 2};
+  const unsigned blocks = blocks_for(32 * std::int64_t(tokens) * (heads.q + 2 * heads.kv));
+  finish_projections_entry<<<blocks, threads, 0, stream>>>(qkv, tokens, heads, bias, q_norm, k_norm,
+                                                           config.rms_norm_eps);
+  check_launch("launch of biases and norms of heads");
 }
 
 void split_and_rotate(const llama_config& config, const float* speeds, const float* qkv, std::int32_t tokens,

@@ -88,6 +88,12 @@ struct unusable_number {
 /// What a layer's queries, keys and values may be at most: products of larger ones overflow float.
 inline constexpr float largest_factor = 1e18f;
 
+/// Adds biases to fused projections, and normalises the heads of queries and keys, in place; null: none of it. See the CPU's
+/// add_bias and norm_heads; sums of squares are fp32 here.
+/// Shapes: bias [q_size + 2 * kv_size]; q_norm, k_norm [head_dim]; qkv as below.
+void finish_projections(const llama_config& config, const float* bias, const float* q_norm, const float* k_norm,
+                        float* qkv, std::int32_t tokens, cudaStream_t stream);
+
 /// Cuts fused projections into queries, keys and values of `type`, and rotates queries and keys; see the CPU's
 /// split_and_rotate. Angles are fp32 products of position and speed, as there. What is no number or above `largest_factor` once
 /// it is rounded is noted in `unusable`.

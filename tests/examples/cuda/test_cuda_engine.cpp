@@ -13,6 +13,7 @@
 #include <tessera/core/error.hpp>
 
 #include "../gates_file.hpp"
+#include "../near_llama.hpp"
 #include "../tiny_model.hpp"
 #include "built_dims.hpp"
 #include "engine/cuda/kv_cache.hpp"
@@ -94,13 +95,29 @@ TEST_CASE("the CUDA engine refuses numbers that overflow, by layer, head and tok
   }
 }
 
-TEST_CASE("the CUDA engine refuses models with parts that it does not compute") {
-  engine::llama_config biased{}, normed{}, still{};
-  biased.qkv_bias = true;
-  normed.qk_norm = true;
-  still.rotates = {1, 0};
-  for (const auto& [config, part] : {std::pair{biased, "biases"}, {normed, "norms"}, {still, "layers without RoPE"}})
-    CHECK_THROWS_WITH(engine::cuda::llama::random(config, 1), contains(part) && contains("--backend cpu"));
+TEST_CASE("the CUDA engine has transformers' logits of models near Llama to bf16 rounding") {
+  if (no_device() || !tool_tests::has_dim(64)) return;
+  const auto tokens = engine_tests::architectures()["tokens"].get<std::vector<token_t>>();
+  const std::span<const token_t> all(tokens), prompt = all.first(all.size() - 4);
+  for (const auto& [name, made] : engine_tests::architectures()["models"].items()) {
+    const engine_tests::temporary_folder folder;
+    folder.write("config.json", made["config"].dump());
+    const engine::llama_config config = engine::load_config(folder / "config.json");
+    engine_tests::write_weights(engine_tests::weights_of(config), folder / "model.safetensors");
+    auto model = engine::cuda::llama::load(folder.path());
+    auto request = tiny_request({}, index_t(tokens.size()) + 8);
+    request.shape = {config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads};
+    const auto cache = tool::make_cache(tool::find_method("full"), backend::cuda, request);
+    engine::prefill_options chunks;
+    chunks.chunk = 15;
+    std::vector<float> logits = model.prefill(prompt, *cache->on_device(), chunks);
+    for (std::size_t i = 0; i < 5; ++i) {
+      if (i > 0) logits = model.decode(all.subspan(prompt.size() + i - 1, 1), *cache->on_device());
+      const double error = distance(logits, made["logits"][i].get<std::vector<float>>());
+      CAPTURE(name, i, error);
+      CHECK(error < 0.03);
+    }
+  }
 }
 
 TEST_CASE("the CUDA engine's logits are those of the CPU engine to bf16 rounding, whatever the chunks") {
