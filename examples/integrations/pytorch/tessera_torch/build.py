@@ -34,6 +34,7 @@ const char* tessera_torch_parameters() {
 }
 bool tessera_torch_rereads() { return recipe_type::retain_type::rereads; }
 bool tessera_torch_takes_back() { return tessera::taken_back<recipe_type>() != tessera::takes_back::nothing; }
+bool tessera_torch_drops_by_layer() { return tessera_torch::drops_by_layer<recipe_type>; }
 bool tessera_torch_retrieves() { return recipe_type::retrieve_type::retrieves; }
 bool tessera_torch_turns_queries() { return recipe_type::retain_type::observed == tessera::observes::statistics; }
 """

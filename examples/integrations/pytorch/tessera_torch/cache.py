@@ -11,10 +11,11 @@ import weakref
 import torch
 import transformers
 
-from . import build, drafts, generation, model_facts, rereading, rope
+from . import build, drafts, generation, opening, rereading
 from .attention import NAME
-from .layers import Handed, Layer, refuse, refuse_going_back
-from .rows import Rows, budgets_by_row, changed_budget, checked_budget
+from .facts import model_facts
+from .layers import Handed, Layer
+from .rows import Rows, changed_budget, checked_budget
 
 
 class TesseraCache(transformers.Cache):
@@ -54,7 +55,8 @@ class TesseraCache(transformers.Cache):
         if isinstance(method, str):
             build.source_of(method, "fp32", 64)  # an unknown method is known now
         self._reading_prompt = False  # see prompt()
-        self._coming = 0              # tokens of a prompt that prompt() announced
+        self._announced = 0           # tokens of a prompt that prompt() announced and that have not come
+        self._has_begun = False       # the first of them have
         self._marks = None            # which tokens end a segment of the text: see read_text
         self._repeated = None         # how a prompt is said again, and to which model
         self._model = None
@@ -72,10 +74,13 @@ class TesseraCache(transformers.Cache):
         self._like = None      # an empty tensor of the model's device
         self._prepared = False  # the host's part of the next step is done: see CapturedStep
         self._room = None       # tokens that memory is there for; None: max_length
+        self._is_last = False   # the call is a prompt's last one, which ends it layer by layer
+        self._has_ended = False  # that has been so: the next call is another turn's
         self._rereads = False   # the method wants prompts to pass through the model once more before they end
         self._turn = None       # then the tokens of this turn's prompt, by sequence
         self._again = None      # while that happens: of each sequence what is read again
         self._path = None       # of the method's library
+        self._drops = False     # the method drops tokens layer by layer
         self._began = 0         # columns when the prompt began that has not ended
         self._ended = 0         # columns when the last prompt ended
         self._is_cut = False    # a prompt that had ended was cut: the next call is a prompt's
@@ -149,7 +154,8 @@ class TesseraCache(transformers.Cache):
         try:
             if self._in_prompt:
                 q, k, v = map(self._rows.forward, (q, k, v))
-                out = self._operators.prompt(self._handle, layer, q, k, v, self._rows.first, self._rows.last, self._flags)
+                out = self._operators.prompt(self._handle, layer, q, k, v, self._rows.first, self._rows.last, self._flags,
+                                             self._is_last)
                 out = self._rows.back(out)
             else:
                 out = self._operators.step(self._handle, layer, q, k, v)
@@ -181,20 +187,26 @@ class TesseraCache(transformers.Cache):
         request = generation.request_for(self)
         draft = None if request is None else request.draft
         if request is not None and self._rehearsal is None:
-            self._check_request(request, q)
+            opening.check(self, request, q)
             if draft is not None and not drafts.is_step(self, draft, tokens):
                 self._rehearsal = drafts.Rehearsal(self)
                 return self._rehearsal.run(draft, tokens)
         rows = Rows(mask, batch, tokens, self.tokens, self._padding)
         text = self._take_text(rows, (batch, tokens))
         flags = None if text is None else self._marks(text)
-        if self._handle is None:
-            self._open(q, k, scaling, softcap, sinks, draft is not None)
-        self._make_room(tokens)
         goes_on = self._reading_prompt or self._is_cut or request is not None and request.prompt_goes_on
         is_step = tokens == 1 and self.tokens > 0 and not goes_on
         if draft is not None:
             is_step = self._rehearsal is None or self._rehearsal.is_step
+        if self._handle is None:
+            self._path = build.library(self.method, q.dtype, dim, q.device.type)
+            self._drops = self._operators.fact(str(self._path), "drops_by_layer")
+        is_last = not is_step and self._drops and opening.ends_prompt(self, request, tokens)
+        if self._handle is None:
+            opening.open_cache(self, q, k, scaling, softcap, sinks, draft is not None, is_last, request)
+        elif self._has_ended:
+            self.end_prompt()
+        self._make_room(tokens)
         if is_step and tokens > self._step_tokens:
             raise ValueError(f"tokens of a step are {tokens}; expected at most {self._step_tokens}; make the cache with "
                              f"draft_tokens={tokens - 1}, at most {generation.STEP_TOKENS - 1}")
@@ -207,14 +219,16 @@ class TesseraCache(transformers.Cache):
                 self._operators.prepare_step(self._handle, like, flags)
             self._prepared = False
             self._operators.begin_step(self._handle, like)
-        elif self._coming:
-            self._operators.reserve(self._handle, self._coming)
-            self._coming = 0
+        elif self._announced:
+            if not (is_last or self._has_begun):
+                self._operators.reserve(self._handle, self._announced)
+            self._announced, self._has_begun = max(0, self._announced - tokens), True
         if self._rereads and not is_step:
             rereading.note_turn(self, text, rows)
         if not (is_step or self._in_prompt):
             self._began = self.tokens
-        self._in_prompt, self._rows, self._flags = not is_step, rows, flags
+        self._in_prompt, self._rows, self._flags, self._is_last = not is_step, rows, flags, is_last
+        self._has_ended = is_last
 
     def _take_text(self, rows, shape):
         """The call's tokens as `rows` has them, [batch, tokens]; None where the text is not known."""
@@ -228,22 +242,6 @@ class TesseraCache(transformers.Cache):
         if tokens > self._longest:
             raise ValueError(f"tokens of the conversation are {tokens}; expected at most {self._longest}; "
                              "shorten the prompt or raise max_length")
-
-    def _check_request(self, request, q):
-        """Before anything is stored: whether generate will come to its end with this cache."""
-        if request.draft is not None:
-            self._path = build.library(self.method, q.dtype, q.shape[-1], q.device.type)
-            self.takes_back or refuse_going_back("assisted generation")
-        elif request.mode not in generation.ONE_BY_ONE:
-            refuse(request.mode.value.replace("_", " "))
-        if request.needs:
-            raise NotImplementedError(request.needs)
-        if request.longest > self._longest:
-            raise ValueError(f"tokens of the conversation may become {request.longest}; expected at most {self._longest}; "
-                             "lower max_new_tokens or raise the cache's max_length")
-        if request.chunk_begins not in (None, self.tokens):
-            raise ValueError(f"a chunk of generate begins at token {request.chunk_begins} and the cache has {self.tokens}; "
-                             "expected that it goes on where the cache ends; call generate without prefill_chunk_size")
 
     def _make_room(self, tokens):
         """After fit_memory: takes more where it was made for less, for a while at once."""
@@ -261,26 +259,6 @@ class TesseraCache(transformers.Cache):
         """Takes back the newest -tokens columns of the batch; above 0, all but so many (transformers 4). What follows has the bits
         of a cache that never had them. Errors: ValueError where the method has settled one of them."""
         drafts.crop(self, -tokens if tokens <= 0 else max(0, self.tokens - tokens))
-
-    def _open(self, q, k, scaling, softcap, sinks, checks_drafts):
-        batch, q_heads, _, dim = q.shape
-        if sinks is not None:
-            self._sinks = torch.zeros(self.layer_count, q_heads, device=q.device)
-        path = self._path = build.library(self.method, q.dtype, dim, q.device.type)
-        self._rereads = self._operators.fact(str(path), "rereads")
-        if self._rereads and self._repeated is None:
-            raise ValueError(rereading.NO_TEXT)
-        longest = self._longest + (self._repeated.longest if self._rereads else 0)
-        budget, tokens, shares = budgets_by_row(self.budget, batch, longest)
-        most = generation.STEP_TOKENS
-        self._step_tokens = 1 + (checks_drafts * (most - 1) if self._draft_tokens is None else self._draft_tokens) if q.is_cuda else most
-        with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
-            self._own(self._operators.create(
-                str(path), self.layer_count, q_heads, k.shape[1], self.sliding_layers, self.window, scaling or 0.0,
-                softcap or 0.0, budget, self.settings, batch, longest, self._sinks, q.device,
-                rope.speeds(self._text_config, dim) if self._operators.fact(str(path), "turns_queries") else [], self._profile,
-                self._step_tokens, tokens, shares))
-        self._made_for, self._like = (q.dtype, q.device, batch), q.new_empty((0, 1, 1))
 
     def _own(self, handle):
         self._handle, self.memory_of = handle, object()
@@ -345,20 +323,21 @@ class TesseraCache(transformers.Cache):
             if self._rereads:
                 rereading.read_again(self)
             self._operators.end_prompt(self._handle, self._like)
-            self._in_prompt = self._is_cut = False
+            self._in_prompt = self._is_cut = self._has_ended = False
             self._ended = self.tokens
 
     @contextlib.contextmanager
     def prompt(self, tokens=0):
         """Calls of the model within are chunks of one prompt, also those of a single token.
 
-        tokens: how many will come, if that is known: CUDA then makes room for them once.
+        tokens: how many will come, if that is known. CUDA then makes room for them once; and if they come in one call, methods that
+                drop tokens do so layer by layer, so that one layer's rows are whole at a time. What comes behind them is another turn.
         """
-        self._reading_prompt, self._coming = True, tokens
+        self._reading_prompt, self._announced, self._has_begun = True, tokens, False
         try:
             yield
         finally:
-            self._reading_prompt, self._coming = False, 0
+            self._reading_prompt, self._announced = False, 0
 
     def set_budget(self, tokens):
         """Changes the budget; it counts from the next time the method chooses what stays or what is read."""

@@ -5,7 +5,8 @@ import pytest
 import torch
 import transformers
 from conftest import padded
-from tessera_torch import TesseraCache, model_facts, rope
+from tessera_torch import TesseraCache
+from tessera_torch.facts import model_facts, rope
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -2,7 +2,8 @@
 import pytest
 import torch
 import transformers
-from tessera_torch import TesseraCache, rope
+from tessera_torch import TesseraCache
+from tessera_torch.facts import rope
 from transformers import AttentionInterface
 
 DIM = 64

@@ -57,7 +57,10 @@ struct cache_request {
   index_t tokens = 0;           ///< longest conversation; CUDA allocates for it, the CPU as tokens come
   index_t step_tokens = 1;      ///< of a step at most; CUDA alone, the CPU takes 8
   index_t smallest_budget = 0;  ///< of a sequence; 0: that of all; CUDA alone
-  device_memory memory;         ///< CUDA alone
+  index_t first_prompt =
+      0;  ///< tokens of the longest first prompt, if it comes whole in one call; 0: not known; CUDA alone
+  index_t first_answer = 0;  ///< then the tokens behind it that there is room for
+  device_memory memory;      ///< CUDA alone
 };
 
 /// The cache of a batch of conversations. `stream` is a cudaStream_t, null on the CPU.
@@ -72,9 +75,9 @@ class any_cache {
   /// Makes room in every layer, so that a prompt in chunks does not move what it has stored.
   virtual void reserve(index_t id, index_t tokens, void* stream) = 0;
   /// One sequence's chunk: stored, shown to the scorer, attended. Rows have one sequence. boundaries: after which tokens a
-  /// segment of the text ends, or none.
+  /// segment of the text ends, or none. is_last: nothing of the prompt comes behind it, so a layer that can chooses at once.
   virtual void prompt(index_t layer, index_t id, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v,
-                      const tensor_rows& out, text_flags boundaries, void* stream) = 0;
+                      const tensor_rows& out, text_flags boundaries, bool is_last, void* stream) = 0;
   /// Tokens that repeat `count` tokens from position `first` on: they attend to the prompt and to themselves, and are forgotten.
   virtual void reread(index_t layer, index_t id, index_t first, index_t count, const tensor_rows& q,
                       const tensor_rows& k, const tensor_rows& v, const tensor_rows& out, void* stream) = 0;
@@ -112,6 +115,8 @@ const char* tessera_torch_parameters();
 bool tessera_torch_rereads();
 /// Whether tokens of an answer can be taken back.
 bool tessera_torch_takes_back();
+/// Whether a layer drops tokens as soon as a prompt's last call has been through it.
+bool tessera_torch_drops_by_layer();
 /// Whether a step chooses what it reads: its tokens share one choice, so that drafts are checked token by token.
 bool tessera_torch_retrieves();
 /// Whether the method turns queries back, and so needs `model_shape::rope_frequencies`.

@@ -32,10 +32,12 @@ class cuda_cache final : public any_cache {
 
   void reserve(index_t id, index_t tokens, void* stream) override { cache_.reserve(id, tokens, at(stream)); }
   void prompt(index_t layer, index_t id, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v,
-              const tensor_rows& out, text_flags boundaries, void* stream) override {
-    if (layer == 0) cache_.reserve(id, k.tokens, at(stream));
+              const tensor_rows& out, text_flags boundaries, bool is_last, void* stream) override {
+    const bool ends = is_last && drops_by_layer<Recipe>;  // then one layer at a time is whole
+    if (layer == 0 && !ends) cache_.reserve(id, k.tokens, at(stream));
     cache_.prefill(layer, id, q.as<const T>(), k.as<const T>(), v.as<const T>(), at(stream), boundaries);
     cache_.prefill_attention(layer, id, q.as<const T>(), out.as<T>(), {}, at(stream));
+    if (ends) cache_.end_layer(layer, id, at(stream));
   }
   void reread([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id, [[maybe_unused]] index_t first,
               [[maybe_unused]] index_t count, [[maybe_unused]] const tensor_rows& q,
@@ -91,7 +93,20 @@ class cuda_cache final : public any_cache {
     options.tokens = request.tokens;
     options.step_tokens = request.step_tokens;
     options.smallest_budget = request.smallest_budget;
+    if (drops_by_layer<Recipe> && request.first_prompt > 0) options.rows = rows_of(request, options);
     return cache_type(request.shape, requested<Recipe>(request), options);
+  }
+  /// Rows for first prompts whose layers end one by one, and what follows them; 0: as many as everything takes, if that is less.
+  static offset_t rows_of(const cache_request& request, tessera::cuda::cache_options options) {
+    const offset_t all =
+        offset_t(request.shape.layers + 1) * request.shape.kv_heads * request.sequences * request.tokens;
+    options.sequences = 1;
+    options.rows = 1;
+    const cache_type small(request.shape, requested<Recipe>(request), options);
+    const tessera::turn_extent turn{request.first_prompt, request.first_answer, 0, 1, true};
+    const offset_t bytes = request.sequences * small.bound(turn).bytes, token = Recipe::layout_type::token_bytes(),
+                   rows = (bytes + token - 1) / token;
+    return rows < all ? rows : 0;
   }
 
   std::shared_ptr<const std::vector<double>> table_;  // the recipe's budget may read it

@@ -61,7 +61,7 @@ Tensor create(const std::string& library, std::int64_t layers, std::int64_t q_he
               c10::optional<std::int64_t> budget, const std::vector<std::string>& settings, std::int64_t sequences,
               std::int64_t tokens, const c10::optional<Tensor>& sinks, c10::optional<at::Device> device,
               at::ArrayRef<double> rope_frequencies, at::ArrayRef<double> table, std::int64_t step_tokens,
-              at::IntArrayRef budgets, at::ArrayRef<double> shares) {
+              at::IntArrayRef budgets, at::ArrayRef<double> shares, std::int64_t prompt, std::int64_t answer) {
   return guarded([&](registry& all) {
     cache_request request =
         request_of(layers, q_heads, kv_heads, sliding, window, scale, soft_cap, budget, settings, sinks, table);
@@ -70,6 +70,8 @@ Tensor create(const std::string& library, std::int64_t layers, std::int64_t q_he
     request.sequences = index_t(sequences);
     request.tokens = index_t(tokens);
     request.step_tokens = index_t(step_tokens);
+    request.first_prompt = index_t(prompt);
+    request.first_answer = index_t(answer);
     const auto options_of = [&](std::int64_t b) {
       tessera::sequence_options own;
       if (!budgets.empty()) own.budget = {index_t(budgets[std::size_t(b)]), shares[std::size_t(b)]};
@@ -143,7 +145,7 @@ text_flags row_of(const Tensor& flags, std::size_t sequence, index_t first, inde
 
 /// A chunk of prompts. Of sequence b, tokens [first[b], last[b]) are its own and the others padding, whose rows are 0.
 Tensor prompt(const Tensor& handle, std::int64_t layer, const Tensor& q0, const Tensor& k0, const Tensor& v0,
-              at::IntArrayRef first, at::IntArrayRef last, const c10::optional<Tensor>& boundaries) {
+              at::IntArrayRef first, at::IntArrayRef last, const c10::optional<Tensor>& boundaries, bool is_last) {
   const Tensor q = in_place(q0), k = in_place(k0), v = in_place(v0);
   const at::OptionalDeviceGuard device(at::device_of(q));
   const Tensor out = output_for(q, true);
@@ -160,7 +162,7 @@ Tensor prompt(const Tensor& handle, std::int64_t layer, const Tensor& q0, const 
         return part_of(rows, x.element_size(), index_t(b), begin, end);
       };
       here.cache->prompt(index_t(layer), here.ids[b], part(q_rows, q), part(k_rows, k), part(v_rows, v),
-                         part(out_rows, out), row_of(flags, b, begin, end), here.stream());
+                         part(out_rows, out), row_of(flags, b, begin, end), is_last, here.stream());
       here.in_prompt[b] = true;
     }
   });
@@ -267,7 +269,7 @@ Tensor step(const Tensor& handle, std::int64_t layer, const Tensor& q0, const Te
 
 // Shapes alone, for torch.compile.
 Tensor prompt_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, const Tensor&, at::IntArrayRef,
-                    at::IntArrayRef, const c10::optional<Tensor>&) {
+                    at::IntArrayRef, const c10::optional<Tensor>&, bool) {
   return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1), q.sym_size(3)}, q.options());
 }
 Tensor reread_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, const Tensor&, at::IntArrayRef,
@@ -337,7 +339,7 @@ TORCH_LIBRARY(tessera, m) {
       "create(str library, int layers, int q_heads, int kv_heads, int[] sliding, int window, float scale, "
       "float soft_cap, int? budget, str[] settings, int sequences, int tokens, Tensor? sinks, "
       "Device? device=None, float[] rope_frequencies=[], float[] table=[], int step_tokens=1, "
-      "int[] budgets=[], float[] shares=[]) -> Tensor",
+      "int[] budgets=[], float[] shares=[], int first_prompt=0, int first_answer=0) -> Tensor",
       &create);
   m.def("clone(Tensor cache) -> Tensor");
   m.def("destroy(int handle) -> ()", &destroy);
@@ -345,7 +347,7 @@ TORCH_LIBRARY(tessera, m) {
   m.def("fact(str library, str name) -> bool", &fact);
   m.def(
       "prompt(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v, int[] first, int[] last, "
-      "Tensor? boundaries=None) -> Tensor");
+      "Tensor? boundaries=None, bool is_last=False) -> Tensor");
   m.def(
       "reread(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v, int[] first, int[] count, int[] tokens) -> "
       "Tensor");

@@ -8,6 +8,7 @@
 #include <tessera/budget/two_stage.hpp>
 #include <tessera/core/parameters.hpp>
 #include <tessera/core/plan/share_table.hpp>
+#include <tessera/planned.hpp>
 #include <type_traits>
 
 #include "any_cache.hpp"
@@ -15,6 +16,11 @@
 namespace tessera_torch {
 
 using tessera::split_factor;
+
+/// Whether a layer can drop tokens as soon as the prompt has been through it.
+template <class Recipe>
+inline constexpr bool drops_by_layer =
+    tessera::chooses_by_layer<Recipe> && Recipe::retain_type::drops && !Recipe::retain_type::rereads;
 
 template <class Number>
 Number parsed(const setting& given, const std::string& allowed) {
