@@ -114,7 +114,7 @@ void add_documents(CLI::App& command, tool::eval_options& given) {
   CLI::Option* tasks = add_text(command, "--tasks", "FILE", given.tasks, "word lists, templates and families");
   CLI::Option* questions = add_text(command, "--questions", "FILE", given.questions,
                                     "your own questions instead, JSON Lines; - is standard input");
-  add_text(command, "--template", "TEXT", given.how_to_ask,
+  add_text(command, "--question-template", "TEXT", given.how_to_ask,
            "how LongBench's and SCBench's questions become prompts, \\n for a line break")
       ->needs(questions)
       ->default_str("'{context}\\n\\n{input}\\nAnswer:'");

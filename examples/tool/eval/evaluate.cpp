@@ -186,6 +186,7 @@ void evaluation::answer(std::size_t variant, const std::string& family, const st
       engine::prefill_options options = ticking();
       options.boundaries = boundaries;
       pairs = {};
+      cache.announce(index_t(pending.size()));
       logits = model_.prefill(pending, cache, counting(method, cache, options, pairs));
     }
     cell& sums = cell_of(variant, family, int(i) + 1);

@@ -111,7 +111,7 @@ prompt_template prompt_template::parsed(std::string_view given) {
   const std::size_t first = text.find(context), second = text.find(input);
   const bool both = first != text.npos && second != text.npos && first < second && text.rfind(context) == first &&
                     text.rfind(input) == second;
-  tessera::require(both, "--template", "'" + engine::printable(given) + "'",
+  tessera::require(both, "--question-template", "'" + engine::printable(given) + "'",
                    "{context} and, behind it, {input}, once each", "write where the document and the question go");
   const std::size_t end = first + context.size();
   return {text.substr(0, first), text.substr(end, second - end), text.substr(second + input.size())};

@@ -178,8 +178,8 @@ def check_eval(checks):
     checks.works(f"{base} --questions ruler.jsonl --metric contains_all --json report", "ruler", "average", "mean score in percent (contains_all)")
     assert all(len(cell["scores"]) == 1 for cell in json.loads((folder / "report").read_text()))
     checks.refuses(f"{base} --questions questions --metric rouge", "--metric is 'rouge'", "rouge_l")
-    checks.refuses([*f"{base} --questions questions --template".split(), "{input}"], "--template is '{input}'")
-    checks.refuses(f"{base} --families single --template x", "--template", "--questions")
+    checks.refuses([*f"{base} --questions questions --question-template".split(), "{input}"], "--question-template is '{input}'")
+    checks.refuses(f"{base} --families single --question-template x", "--question-template", "--questions")
     assert all(len(cell["answers"]) == cell["questions"] for cell in report), report
     made = f"{base} --context 300 --count 2 --families single,single_middle --json report --threads"
     tables = []
