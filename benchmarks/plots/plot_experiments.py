@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes docs/experiments.md, with its pictures and its record, of what benchmarks/experiments.py asked.
+"""Makes docs/experiments_tables.md, with its pictures and its record, of what benchmarks/experiments.py asked.
 
     benchmarks/plots/plot_experiments.py FOLDER [--record RECORD.json] [--page PAGE.md] [--channels CHANNELS.json]
 
@@ -69,7 +69,14 @@ def show_loopserve(groups, pictures):
     main = Group([cell for name in ("decode", "lines") for cell in getattr(groups.get(f"loopserve-{name}-2048"), "cells", [])])
     if not main.cells:
         return
-    print(f"## LoopServe: places of the question, turns, long answers\n\n2,048 tokens, B = 128; {documents(main)}. "
+    print("""## LoopServe: places of the question, turns, long answers
+
+All of this section, and the rows of LoopServe in later ones, had the first choice at the prompt's end and random \
+sampled rows, which `--set first=0
+--set sampling=random` gives today. LoopServe's own falls after 16 outputs of a turn, which read everything: \
+[results](results.md#lines-of-prompts-and-choices-that-are-made-again).
+""")
+    print(f"2,048 tokens, B = 128; {documents(main)}. "
           "Pool 1 is without pooling, as the paper's choice; A-shape, Tri-shape and vertical-slash have the shapes in `benchmarks/experiments.py`.\n")
     print_families(main)
     full = {family: main.percent("full", "", None, family) for family in main.families}
@@ -258,7 +265,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path, nargs="?")
     parser.add_argument("--record", type=pathlib.Path, default=ACCURACY / "2026-11-22.json")
-    parser.add_argument("--page", type=pathlib.Path, default=ROOT / "docs/experiments.md")
+    parser.add_argument("--page", type=pathlib.Path, default=ROOT / "docs/experiments_tables.md")
     parser.add_argument("--channels", type=pathlib.Path, default=ACCURACY / "2026-11-22-mosaickv-channels-4096.json")
     given = parser.parse_args()
     lines = given.record.parent / "2026-11-22-lines-2048.json"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks that the pages say what the sources say.
 
-Usage: docs.py REPOSITORY. Six rules, for README.md, CONTRIBUTING.md and docs/:
+Usage: docs.py REPOSITORY. Seven rules, for README.md, CONTRIBUTING.md and docs/:
 - A code block below `<!-- FILE [marker] -->` is, word for word, what stands in FILE between two lines `// [marker]`;
   README.md has at least one. Marked regions must be shown on some page.
 - docs/concepts.md has every sentence that the static_asserts of concepts/ and recipe.hpp print.
@@ -14,6 +14,7 @@ Usage: docs.py REPOSITORY. Six rules, for README.md, CONTRIBUTING.md and docs/:
   it lies outside folders detail/.
 - A header that a comment of include/ names exists: by its path from include/tessera or from a folder around the comment's
   header, or, where only its name is given, somewhere. Comments of public headers name no path of a part.
+- Rows of the tables of docs/experiments.md have five cells, none of them empty.
 """
 import html
 import pathlib
@@ -123,13 +124,21 @@ def check_contracts(root):
                     yield path, f"a comment names {name}, which is a part: name a public header"
 
 
+def check_rows(root):
+    page = root / "docs" / "experiments.md"
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines() if page.is_file() else (), 1):
+        cells = line.strip().strip("|").split("|")
+        if line.startswith("|") and (len(cells) != 5 or not all(map(str.strip, cells))):
+            yield page, f"line {number} has not five cells with something in each"
+
+
 def main(repository):
     root = pathlib.Path(repository).resolve()
     pages = [path for path in (root / "README.md", root / "CONTRIBUTING.md") if path.is_file()]
     pages += sorted((root / "docs").rglob("*.md"))
     others = [path for part in ("benchmarks", "examples") for path in sorted((root / part).rglob("*.md"))]
     problems = [*check_snippets(root, pages), *check_sentences(root), *check_links(pages + others), *check_files(root, pages),
-                *check_included(root, pages), *check_contracts(root)]
+                *check_included(root, pages), *check_contracts(root), *check_rows(root)]
     for path, text in problems:
         print(f"{path.relative_to(root)}: {text}")
     print(f"{len(pages)} pages, {len(problems)} problems")

@@ -192,8 +192,8 @@ class Checks(unittest.TestCase):
                 "examples/ladder/a.cpp": "// [readme]\nint a;\n// [readme]\n",
                 "include/tessera/concepts/budget.hpp": '"tessera: a budget "\n  "must have a name"'}
         self.assert_passes(docs.main, good)
-        self.assert_passes(docs.main, {**good, "docs/files.md": "`concepts/budget.hpp`, `a.cpp`, `tests/NAME.cpp`\n"})
-        self.assert_passes(docs.main, {**good, "docs/engines.md": "`tessera/concepts/budget.hpp`, `a.cpp`\n"})
+        self.assert_passes(docs.main, {**good, "docs/files.md": "`concepts/budget.hpp`, `a.cpp`, `tests/NAME.cpp`\n", "docs/experiments.md":
+                                       "| a | b | c | d | - |\n", "docs/engines.md": "`tessera/concepts/budget.hpp`, `a.cpp`\n"})
         part = {"include/tessera/concepts/detail/part.hpp": "// A part: budget.hpp.\n"}
         self.assert_passes(docs.main, {**good, **part, "docs/files.md": "`concepts/detail/part.hpp`\n```cpp\n#include <tessera/concepts/budget.hpp>\n```\n"})
         self.assert_passes(docs.main, {**good, "include/tessera/core/a.hpp": "// See concepts/budget.hpp, budget.hpp, tessera/core/a.hpp.\n"})
@@ -203,11 +203,11 @@ class Checks(unittest.TestCase):
             ("examples/ladder/a.cpp", "// [readme]\nint b;\n// [readme]\n", "the code differs"),
             ("examples/ladder/a.cpp", "int a;\n", "has no region"),
             ("examples/ladder/b.cpp", "// [more]\nint b;\n// [more]\n", "no page shows the region [more]"),
-            ("README.md", good["README.md"] + "`concepts/gone.hpp`\n", "there is no file concepts/gone.hpp"),
-            ("README.md", good["README.md"] + "`gone.cuh`\n", "there is no file gone.cuh"),
+            *[("README.md", good["README.md"] + f"`{gone}`\n", f"there is no file {gone}") for gone in ("concepts/gone.hpp", "gone.cuh")],
             ("docs/engines.md", "`budget.hpp`\n", "budget.hpp is not the path that a program includes"),
             ("docs/cuda.md", "`concepts/budget.hpp`\n", "concepts/budget.hpp is not the path that a program includes"),
             ("docs/concepts.md", "tessera: a budget must\n", "lacks the sentence: tessera: a budget must have a name"),
+            *[("docs/experiments.md", text, "line 2 has not five cells") for text in ("\n| a | b | c | d |\n", "\n| a | b |  | d | e |\n")],
         ]:
             self.assert_fails(docs.main, {**good, name: text}, sentence)
         for name, text, sentence in [

@@ -24,6 +24,7 @@ CHECKED = "1.9.4"  # Doxygen of Debian 12, which continuous integration has
 # Pages in the order of the site; what the lists do not name comes behind them.
 GUIDE = ("docs/engines.md", "docs/operations.md", "docs/pipeline.md", "docs/concepts.md", "docs/policies.md",
          "docs/method_matrix.md", "docs/public_headers.md", "docs/cuda.md", "docs/glossary.md", "docs/results.md", "docs/experiments.md",
+         "docs/experiments_tables.md",
          "benchmarks/results/README.md", "docs/testing.md", "docs/compile_times.md", "docs/changelog.md",
          "CONTRIBUTING.md")
 FOLDERS = (("docs/how_to", "How to add a part"), ("docs/decisions", "Decisions and why they were taken"))
