@@ -165,7 +165,14 @@ def test_a_captured_step_needs_a_prompt_and_one_token_a_sequence(model, prompts)
 def test_pytorch_s_figures_show_the_cache():
     """The cache's memory is the allocator's, all of it, and comes back."""
     model, ids = small_model(), tokens(300)
-    model.generate(ids, past_key_values=TesseraCache(model.config, "snapkv", 64, 512), max_new_tokens=4, **GREEDY)
+
+    def run(cache):
+        with torch.no_grad():
+            model(ids, past_key_values=cache)  # nobody says that the prompt ends here: there is room for all of it in every layer
+            model(tokens(1), past_key_values=cache)
+        torch.cuda.synchronize()
+
+    run(TesseraCache(model.config, "snapkv", 64, 512))
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -173,8 +180,7 @@ def test_pytorch_s_figures_show_the_cache():
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     longest = 1 << 20
     cache = TesseraCache(model.config, "snapkv", 64, longest)
-    model.generate(ids, past_key_values=cache, max_new_tokens=4, **GREEDY)
-    torch.cuda.synchronize()
+    run(cache)
     held = torch.cuda.memory_allocated() - allocated
     row = 2 * 64 * 2 + 4  # K, V and a position
     assert held > 2 * longest * row > cache.bytes() > 0
@@ -187,6 +193,34 @@ def test_pytorch_s_figures_show_the_cache():
     cache.reset()
     gc.collect()
     assert torch.cuda.memory_allocated() == allocated
+
+
+def test_a_prompt_in_one_call_takes_memory_for_one_whole_layer():
+    """From generate, or announced; answers are those of a cache with room for everything."""
+    model, ids, longest = small_model(), tokens(3000), 1 << 20
+    answer = tokens(1100).split(1, dim=1)  # more than there is room for
+
+    def memory_of(call, cache):
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = call(cache)
+        return result, torch.cuda.max_memory_allocated() - before
+
+    def announced(cache, parts):
+        with torch.no_grad(), cache.prompt(ids.shape[1]):
+            for part in ids.split(ids.shape[1] // parts, dim=1):
+                model(part, past_key_values=cache)
+        with torch.no_grad():
+            return [model(token, past_key_values=cache).logits for token in answer]
+
+    made = [TesseraCache(model.config, "snapkv", 64, longest) for _ in range(3)]
+    want, ample = memory_of(lambda cache: announced(cache, 2), made[0])
+    got, fitted = memory_of(lambda cache: announced(cache, 1), made[1])
+    _, generated = memory_of(lambda cache: model.generate(ids, past_key_values=cache, max_new_tokens=8, **GREEDY), made[2])
+    assert fitted < ample / 8 and generated < ample / 8
+    assert all(torch.allclose(a, b, atol=0.03) for a, b in zip(got, want))
+    assert [len(head) for head in made[1].kept_positions(0)[0]] == [64 + 1100]
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["called", "captured"])
@@ -268,7 +302,7 @@ def test_another_stream_is_as_good(method):
         assert torch.equal(want, got)
 
 
-@pytest.mark.parametrize("what", ["full", "rocketkv"])
+@pytest.mark.parametrize("what", ["full", "quest"])
 def test_memory_that_runs_out_leaves_model_and_cache_usable(what):
     model, ids = small_model(), tokens(60)
     budget, longest = None if what == "full" else 64, 1 << 22
