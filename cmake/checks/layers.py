@@ -31,7 +31,7 @@ MAY_INCLUDE = {
 
 # Rooms of the backends: each may include itself and the ones before it.
 ROOMS = {
-    "backend/cpu": ["kernel", "store", "score", "observe", "choose", "attend", "read", "cache", "backend.hpp"],
+    "backend/cpu": ["kernel", "store", "score", "observe", "choose", "attend", "read", "cache", "backend.hpp", "any_cache.hpp", "named_cache.hpp"],
     "backend/cuda": ["cache_options.hpp", "device", "store", "score", "observe", "choose", "attend", "read", "cache", "backend.cuh",
                      "cache.cuh"],
 }

@@ -1,0 +1,267 @@
+// llama.cpp with Tessera's attention: every method of the library in an unpatched libllama.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+
+#include <tessera/backend/cpu/named_cache.hpp>
+
+#include "observe.hpp"
+
+namespace tessera_llama {
+
+/// Which method, and with what.
+struct attention_options {
+  std::string method = "snapkv";
+  std::optional<index_t> budget{};                          ///< tokens of a kv_head
+  tessera::host_vector<tessera::named_setting> settings{};  ///< the method's parameters by name
+  int threads = 1;                                          ///< of the attention
+};
+
+/// Owns the keys and values of a context's sequences. Each pass through the model hands queries, keys and values of every layer to a
+/// tessera::any_cache, which writes what the attention gives; llama.cpp's own attention goes over the pass's tokens alone and is thrown
+/// away. Its cells are emptied behind every pass, so a context needs cells for one batch: n_ctx = n_ubatch.
+///
+///   attention own(model, {.method = "snapkv", .budget = 256});
+///   own.attach(params);
+///   llama_context* context = llama_init_from_model(model, params);
+///   own.decode(context, batch);   // in place of llama_decode: chunks of prompts and steps of any sequences
+///   own.end_prompt(sequence);     // the method chooses what stays
+///
+/// A sequence's tokens are its prompt until `end_prompt`; then up to 8 tokens a pass are a step, until `begin_prompt` begins another
+/// turn. Rows of a batch: each token has one sequence, a sequence's tokens stand together, with positions that go on where it ends.
+class attention final : public graph_observer {
+ public:
+  /// Errors   an unknown method; one that reads prompts again; a model that is not read: tessera::error.
+  attention(const llama_model* model, attention_options options)
+      : graph_observer(model), vocabulary_(llama_model_get_vocab(model)), options_(std::move(options)) {
+    const auto& names = tessera::cache_methods();
+    std::string all;
+    for (const std::string& name : names) all += (all.empty() ? "" : ", ") + name;
+    tessera::require(std::find(names.begin(), names.end(), options_.method) != names.end(), "method",
+                     "'" + options_.method + "'", all, "pass one of these names");
+    tessera::require(options_.threads >= 1, "threads", options_.threads, "at least 1", "pass how many threads attend");
+    workers_ = std::make_shared<tessera::cpu::executor>(options_.threads);
+  }
+
+  /// One pass through the model, in place of llama_decode. Where it throws, no sequence has any of the pass's tokens.
+  /// Errors   a batch of other rows than those above; what the cache refuses; what llama_decode says: tessera::error.
+  void decode(llama_context* context, const llama_batch& batch) {
+    const llama_memory_t memory = llama_get_memory(context);
+    plan(context, batch);
+    begin_pass();
+    const int status = llama_decode(context, batch);
+    for (const row_run& run : runs_) llama_memory_seq_rm(memory, run.sequence, -1, -1);
+    try {
+      end_pass(status);
+    } catch (...) {
+      take_back();
+      throw;
+    }
+    for (const row_run& run : runs_) {
+      sequence& held = sequences_.at(run.sequence);
+      held.has_prompt = held.has_prompt || run.is_prompt;
+    }
+    opened_.clear(), prepared_ = false;
+  }
+
+  /// Ends a sequence's prompt: the method chooses what stays.
+  void end_prompt(llama_seq_id id) {
+    sequence& held = find(id);
+    tessera::require(held.in_prompt && held.has_prompt, "prompt of sequence " + std::to_string(id), "none",
+                     "one that has begun", "decode the prompt first");
+    cache_->end_prefill(held.id);
+    held.in_prompt = held.has_prompt = false;
+    held.ended = cache_->next_position(held.id);
+  }
+  /// The sequence's next tokens are another turn's prompt.
+  void begin_prompt(llama_seq_id id) { find(id).in_prompt = true; }
+
+  /// Takes back tokens from `position` on, as llama_memory_seq_rm(memory, id, position, -1) does; 0: the whole sequence. Where that cuts
+  /// a prompt that had ended, what comes next is prompt again, until `end_prompt`.
+  /// Errors   a position that the method has settled: tessera::error.
+  void remove(llama_seq_id id, llama_pos position) {
+    const auto found = sequences_.find(id);
+    if (found == sequences_.end()) return;
+    if (position > 0) {
+      cache_->truncate(found->second.id, position);
+      found->second.in_prompt = found->second.in_prompt || position < found->second.ended;
+      return;
+    }
+    cache_->close(found->second.id);
+    sequences_.erase(found);
+  }
+  /// A copy of a sequence under another id, between two turns or steps: llama_memory_seq_cp.
+  void copy(llama_seq_id from, llama_seq_id to) {
+    sequence made = find(from);
+    made.id = cache_->fork(made.id);
+    remove(to, 0);
+    sequences_.emplace(to, made);
+  }
+
+  bool has(llama_seq_id id) const { return sequences_.count(id) > 0; }
+  /// The position of a sequence's next token.
+  llama_pos next_position(llama_seq_id id) const { return has(id) ? cache_->next_position(sequences_.at(id).id) : 0; }
+  /// Bytes that a sequence takes; that its last step read; that its tokens would take whole.
+  std::int64_t bytes(llama_seq_id id) const { return has(id) ? cache_->bytes(sequences_.at(id).id) : 0; }
+  std::int64_t bytes_read(llama_seq_id id) const { return has(id) ? cache_->bytes_read(sequences_.at(id).id) : 0; }
+  std::int64_t full_bytes(llama_seq_id id) const { return has(id) ? cache_->full_bytes(next_position(id)) : 0; }
+  /// What one sequence of a pass gave and got in a layer.
+  struct traced_rows {
+    index_t layer = 0;
+    llama_seq_id sequence = 0;
+    bool is_prompt = true;
+    tessera::rows_view<const float> q, k, v, out;  ///< [tokens, heads, dim]
+  };
+  /// From now on every layer of every pass is shown; an empty function ends it.
+  void trace(std::function<void(const traced_rows&)> shown) { shown_ = std::move(shown); }
+  /// The cache; null before the first pass. Its ids are not llama.cpp's: `id_of` has them.
+  tessera::any_cache* cache() { return cache_.get(); }
+  index_t id_of(llama_seq_id id) const { return sequences_.at(id).id; }
+
+ private:
+  struct sequence {
+    index_t id = 0;  // of the cache
+    bool in_prompt = true, has_prompt = false;
+    llama_pos ended = 0;  // the position behind the last prompt that has ended
+  };
+  /// Rows of one sequence in a batch.
+  struct row_run {
+    llama_seq_id sequence = 0;
+    index_t tokens = 0;
+    llama_pos first = 0;
+    bool is_prompt = true;
+  };
+
+  sequence& find(llama_seq_id id) {
+    const auto found = sequences_.find(id);
+    tessera::require(found != sequences_.end(), "sequence", id, "one that has tokens", "decode its prompt first");
+    return found->second;
+  }
+
+  void plan(llama_context* context, const llama_batch& batch) {
+    tessera::require(batch.n_tokens >= 1 && batch.n_tokens <= int(llama_n_ubatch(context)), "tokens of a batch",
+                     batch.n_tokens, "1 to n_ubatch, which is " + std::to_string(llama_n_ubatch(context)),
+                     "hand a prompt over in chunks");
+    runs_.clear(), text_.clear(), opened_.clear(), prepared_ = false;
+    for (int i = 0; i < batch.n_tokens; ++i) {
+      tessera::require(batch.n_seq_id && batch.pos && batch.n_seq_id[i] == 1, "sequences of a token",
+                       batch.n_seq_id ? batch.n_seq_id[i] : 0, "1, with a position",
+                       "give each token its sequence and position");
+      const llama_seq_id id = batch.seq_id[i][0];
+      if (runs_.empty() || runs_.back().sequence != id) {
+        for (const row_run& run : runs_)
+          tessera::require(run.sequence != id, "rows of sequence " + std::to_string(id), "apart", "side by side",
+                           "sort the batch");
+        const auto found = sequences_.find(id);
+        runs_.push_back({id, 0, batch.pos[i], found == sequences_.end() || found->second.in_prompt});
+        tessera::require(batch.pos[i] == next_position(id), "position of a token of sequence " + std::to_string(id),
+                         batch.pos[i], std::to_string(next_position(id)) + ", where it ends",
+                         "positions cannot be skipped or shifted");
+      }
+      row_run& run = runs_.back();
+      tessera::require(batch.pos[i] == run.first + run.tokens, "position of a token of sequence " + std::to_string(id),
+                       batch.pos[i], std::to_string(run.first + run.tokens), "positions go on one by one");
+      ++run.tokens;
+      text_.push_back(batch.token ? batch.token[i] : LLAMA_TOKEN_NULL);
+    }
+    for (const row_run& run : runs_) {
+      tessera::require(run.is_prompt || run.tokens <= 8, "tokens of a step of sequence " + std::to_string(run.sequence),
+                       run.tokens, "1 to 8", "call begin_prompt before another prompt");
+    }
+  }
+
+  void see(index_t layer, const attention_node& node) override {
+    if (layer == 0) begin(node);
+    const auto k = rows_of_cells(*node.k, cells(), k_), v = rows_of_cells(*node.v, cells(), v_);
+    cache_->process(layer, work_, node.q, k, v, node.out);
+    for (std::size_t i = 0; i < runs_.size() && shown_; ++i) {
+      const tessera::rows_view<const float> out{node.out.data,        0,           node.out.token_stride,
+                                                node.out.head_stride, 1,           node.out.tokens,
+                                                node.out.heads,       node.out.dim};
+      shown_({layer, runs_[i].sequence, runs_[i].is_prompt, work_.rows_of(node.q, i), work_.rows_of(k, i),
+              work_.rows_of(v, i), work_.rows_of(out, i)});
+    }
+  }
+
+  /// Makes the cache by what the first layer shows, opens new sequences, and prepares the pass.
+  void begin(const attention_node& node) {
+    if (!cache_) {
+      tessera::any_cache_request request;
+      request.shape = {layers(), node.q.heads, node.kv_heads()};
+      request.budget = options_.budget;
+      request.settings = options_.settings;
+      request.rule.scale = node.scale, request.rule.soft_cap = node.soft_cap;
+      tessera::require(node.v->ne[0] == node.k->ne[0], "channels of values", node.v->ne[0], "those of keys",
+                       "take another model");
+      auto made = tessera::make_cache(options_.method, "fp16", index_t(node.k->ne[0]), request, workers_);
+      tessera::require(!made->rereads(), "method", "'" + options_.method + "'", "one that reads a prompt once",
+                       "this integration passes no prompt through the model twice");
+      cache_ = std::move(made);
+    }
+    tessera::host_vector<tessera::batch_item> items;
+    for (const row_run& run : runs_) {
+      if (!has(run.sequence)) sequences_[run.sequence] = {cache_->open()}, opened_.push_back(run.sequence);
+      items.push_back({sequences_.at(run.sequence).id, run.tokens, run.is_prompt});
+    }
+    std::vector<std::uint8_t> boundaries;
+    if (cache_->needs_segments() || cache_->needs_step_segments()) {
+      tessera::require(llama_vocab_type(vocabulary_) != LLAMA_VOCAB_TYPE_NONE, "vocabulary of the model", "none",
+                       "one, as '" + options_.method + "' goes by sentences of the text",
+                       "take another model or method");
+      for (const llama_token token : text_) boundaries.push_back(ends_segment(token));
+    }
+    work_ = cache_->prepare(items, boundaries);
+    prepared_ = true;
+  }
+
+  /// A pass has failed: sequences are as they were.
+  void take_back() {
+    for (const row_run& run : runs_) {
+      const auto found = sequences_.find(run.sequence);
+      if (found == sequences_.end()) continue;
+      if (std::find(opened_.begin(), opened_.end(), run.sequence) != opened_.end()) {
+        remove(run.sequence, 0);
+      } else if (prepared_) {
+        try {
+          cache_->cancel(found->second.id);
+        } catch (const tessera::error&) {  // a method that cannot go back: the sequence ends, rather than go on wrongly
+          remove(run.sequence, 0);
+        }
+      }
+    }
+    opened_.clear(), prepared_ = false;
+  }
+
+  /// Whether a segment of the text ends after a token: one that ends with a mark of punctuation, or a line break.
+  std::uint8_t ends_segment(llama_token token) {
+    const auto found = ends_.find(token);
+    if (found != ends_.end()) return found->second;
+    char piece[256];
+    const int length =
+        token == LLAMA_TOKEN_NULL ? 0 : llama_token_to_piece(vocabulary_, token, piece, sizeof piece, 0, false);
+    const std::string text(piece, std::size_t(std::max(0, length)));
+    bool ends = !text.empty() && std::string(".,;:!?\n\r").find(text.back()) != std::string::npos;
+    for (const char* mark : {"。", "，", "；", "：", "！", "？", "、"}) ends = ends || text.ends_with(mark);
+    return ends_[token] = ends;
+  }
+
+  const llama_vocab* vocabulary_;
+  attention_options options_;
+  std::shared_ptr<tessera::cpu::executor> workers_;
+  std::unique_ptr<tessera::any_cache> cache_;
+  std::map<llama_seq_id, sequence> sequences_;
+  std::vector<row_run> runs_;      // of the pass
+  std::vector<llama_token> text_;  // of the pass
+  std::vector<llama_seq_id> opened_;
+  bool prepared_ = false;
+  std::function<void(const traced_rows&)> shown_;
+  tessera::mixed_batch work_;
+  std::vector<float> k_, v_;
+  std::map<llama_token, std::uint8_t> ends_;
+};
+
+}  // namespace tessera_llama

@@ -1,0 +1,216 @@
+// llama.cpp with Tessera's attention, over a model of two layers with random weights.
+#include "catch.hpp"
+
+#include <cmath>
+#include <map>
+
+#include "tessera_llama/attend.hpp"
+#include "tiny_llama.hpp"
+
+using namespace llama_tests;
+
+namespace {
+
+struct session {
+  attention own;
+  context_pointer context;
+  explicit session(const std::string& method, std::optional<index_t> budget = {}, int sequences = 1)
+      : own(tiny_model().get(), {method, budget, {}, 1}), context(tiny_model().context(256, 1, own, sequences)) {}
+};
+
+/// The rows of one sequence in a pass.
+struct part {
+  llama_seq_id sequence;
+  std::vector<llama_token> tokens;
+};
+void decode(session& of, const std::vector<part>& parts) {
+  token_batch batch(256);
+  for (const part& one : parts) {
+    llama_pos position = of.own.next_position(one.sequence);
+    for (const llama_token token : one.tokens) batch.add(token, position++, one.sequence, true);
+  }
+  of.own.decode(of.context.get(), batch.get());
+}
+
+std::vector<float> copied(const tessera::rows_view<const float>& rows) {
+  std::vector<float> values;
+  for (index_t t = 0; t < rows.tokens; ++t)
+    for (index_t h = 0; h < rows.heads; ++h)
+      values.insert(values.end(), rows.row(0, t, h), rows.row(0, t, h) + rows.dim);
+  return values;
+}
+
+}  // namespace
+
+TEST_CASE("full attention of Tessera gives llama.cpp's logits, prompts in chunks and steps") {
+  std::mt19937 bits(1);
+  const auto prompt = random_tokens(bits, 700), answer = random_tokens(bits, 20);
+  plain_llama plain;
+  session full("full");
+  decode_text(plain, plain.context.get(), prompt);
+  for (std::size_t done = 0; done < prompt.size(); done += 175) {
+    const std::vector<llama_token> chunk(prompt.begin() + long(done), prompt.begin() + long(done) + 175);
+    decode(full, {{0, chunk}});
+  }
+  CHECK(relative_distance(logits_of(full.context.get()), logits_of(plain.context.get())) <
+        2e-3);  // keys and values in fp16
+  full.own.end_prompt(0);
+  for (const llama_token token : answer) {
+    decode_text(plain, plain.context.get(), {token});
+    decode(full, {{0, {token}}});
+    CHECK(relative_distance(logits_of(full.context.get()), logits_of(plain.context.get())) < 2e-3);
+  }
+  CHECK(full.own.next_position(0) == 720);
+  CHECK(llama_memory_seq_pos_max(llama_get_memory(full.context.get()), 0) == -1);  // llama.cpp holds nothing
+}
+
+TEST_CASE("every method answers, and holds what it keeps") {
+  std::mt19937 bits(2);
+  const auto prompt = random_tokens(bits, 240);
+  for (const std::string& method : tessera::cache_methods()) {
+    CAPTURE(method);
+    if (method == "kvzip") {
+      session refused(method, 32);
+      CHECK_THROWS_WITH(decode(refused, {{0, prompt}}),
+                        contains("method is 'kvzip'; expected one that reads a prompt once"));
+      CHECK_FALSE(refused.own.has(0));
+      continue;
+    }
+    std::optional<index_t> budget = 64;
+    std::string refusal;
+    try {
+      session one(method, budget);
+      decode(one, {{0, prompt}});
+      one.own.end_prompt(0);
+      for (int i = 0; i < 6; ++i) decode(one, {{0, random_tokens(bits, 1 + i % 2)}});
+      for (const float logit : logits_of(one.context.get())) REQUIRE(std::isfinite(logit));
+      CHECK(one.own.bytes(0) > 0);
+      if (method == "snapkv") CHECK(one.own.bytes(0) < one.own.full_bytes(0) / 2);
+    } catch (const tessera::error& said) {
+      refusal = said.what();
+    }
+    // Those that need more of a model than its shape say so in a sentence.
+    if (!refusal.empty()) {
+      CHECK_THAT(refusal, contains("; expected "));
+      CHECK((method == "expected_attention" || method == "duo_attention" || method == "sablock" ||
+             method == "sentencekv"));
+    }
+  }
+}
+
+TEST_CASE("slots of a server, mixed at random, attend as caches of one sequence alone do") {
+  for (const std::string method : {"full", "snapkv", "streaming_llm", "quest", "rocketkv"}) {
+    CAPTURE(method);
+    std::mt19937 bits(3);
+    const auto budget = method == "full" ? std::nullopt : std::optional<index_t>(48);
+    session slots(method, budget, 4);
+    struct alone {
+      std::unique_ptr<tessera::any_cache> cache;
+      index_t id = 0;
+      tessera::mixed_batch work;
+      bool in_prompt = true, has_prompt = false;
+      index_t ended = 0;
+    };
+    std::map<llama_seq_id, alone> twins;
+    const auto workers = std::make_shared<tessera::cpu::executor>(1);
+    long compared = 0;
+    slots.own.trace([&](const attention::traced_rows& rows) {
+      alone& twin = twins[rows.sequence];
+      if (!twin.cache) {
+        tessera::any_cache_request request;
+        request.shape = {layers, heads, kv_heads};
+        request.budget = budget;
+        request.rule.scale = 1.0f / std::sqrt(float(dim));
+        twin.cache = tessera::make_cache(method, "fp16", dim, request, workers);
+        twin.id = twin.cache->open();
+      }
+      if (rows.layer == 0) twin.work = twin.cache->prepare({{twin.id, rows.q.tokens, rows.is_prompt}});
+      std::vector<float> out(std::size_t(rows.q.tokens) * heads * dim);
+      twin.cache->process(rows.layer, twin.work, rows.q, rows.k, rows.v,
+                          tessera::nhd_rows(out.data(), rows.q.tokens, heads, dim));
+      REQUIRE(out == copied(rows.out));
+      ++compared;
+    });
+    for (int operation = 0; operation < 500; ++operation) {
+      CAPTURE(operation);
+      std::vector<part> parts;
+      for (llama_seq_id id = 0; id < 4; ++id) {
+        const bool exists = slots.own.has(id);
+        if (exists && (bits() % 12 == 0 || slots.own.next_position(id) > 400)) {
+          slots.own.remove(id, 0);
+          twins.erase(id);
+          continue;
+        }
+        if (bits() % 3 == 0) continue;
+        alone& twin = twins[id];
+        const int count = twin.in_prompt ? 1 + int(bits() % 40) : 1 + int(bits() % 3);
+        parts.push_back({id, random_tokens(bits, count)});
+        if (twin.in_prompt) twin.has_prompt = true;
+      }
+      if (!parts.empty()) decode(slots, parts);
+      for (auto& [id, twin] : twins) {
+        if (!twin.cache) continue;
+        REQUIRE(slots.own.next_position(id) == twin.cache->next_position(twin.id));
+        if (twin.in_prompt && twin.has_prompt && bits() % 3 == 0) {
+          slots.own.end_prompt(id);
+          twin.cache->end_prefill(twin.id);
+          twin.in_prompt = twin.has_prompt = false;
+          twin.ended = twin.cache->next_position(twin.id);
+        } else if (!twin.in_prompt && bits() % 8 == 0) {
+          slots.own.begin_prompt(id);
+          twin.in_prompt = true;
+        } else if (!twin.in_prompt && bits() % 5 == 0) {  // rollback
+          const index_t position = twin.cache->next_position(twin.id) - 1, settled = twin.cache->settled(twin.id);
+          if (position > 0 && position >= settled) {
+            slots.own.remove(id, position);
+            twin.cache->truncate(twin.id, position);
+            twin.in_prompt = position < twin.ended;
+          }
+        }
+      }
+    }
+    CHECK(compared > 200);
+  }
+}
+
+TEST_CASE("what cannot be is refused in a sentence, and nothing has changed") {
+  std::mt19937 bits(4);
+  CHECK_THROWS_WITH(session("sublime"), contains("method is 'sublime'; expected ") && contains("snapkv"));
+  session one("snapkv", 32, 2);
+  decode(one, {{0, random_tokens(bits, 60)}});
+  const auto refuses = [&](const std::vector<std::array<int, 2>>& rows, const std::string& sentence) {
+    token_batch batch(256);
+    for (const auto& [sequence, position] : rows) batch.add(3, position, sequence, true);
+    CHECK_THROWS_WITH(one.own.decode(one.context.get(), batch.get()), contains(sentence));
+    CHECK(one.own.next_position(0) == 60);
+    CHECK_FALSE(one.own.has(1));
+  };
+  refuses({{0, 61}}, "position of a token of sequence 0 is 61; expected 60");
+  refuses({{0, 60}, {1, 0}, {0, 61}}, "rows of sequence 0 is apart; expected side by side");
+  refuses({{1, 0}, {1, 2}}, "position of a token of sequence 1 is 2; expected 1");
+  one.own.end_prompt(0);
+  CHECK_THROWS_WITH(one.own.end_prompt(0), contains("prompt of sequence 0 is none"));
+  CHECK_THROWS_WITH(decode(one, {{0, random_tokens(bits, 9)}}),
+                    contains("tokens of a step of sequence 0 is 9; expected 1 to 8"));
+  one.own.begin_prompt(0);
+  decode(one, {{0, random_tokens(bits, 9)}});
+  CHECK_THROWS_WITH(one.own.remove(0, 10), contains("; expected "));
+  CHECK(one.own.next_position(0) == 69);
+
+  session large("snapkv", 4);  // a budget below the window is found out in the first layer: llama.cpp is left as it was
+  CHECK_THROWS_WITH((decode(large, {{0, random_tokens(bits, 60)}}), large.own.end_prompt(0)), contains("; expected "));
+
+  attention own(tiny_model().get(), {"full"});
+  struct without_flash {
+    attention& of;
+    void attach(llama_context_params& params) const {
+      of.attach(params);
+      params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    }
+  } settings{own};
+  const auto context = tiny_model().context(256, 1, settings);
+  token_batch batch(4);
+  batch.add(1, 0, 0, true);
+  CHECK_THROWS_WITH(own.decode(context.get(), batch.get()), contains("attention nodes of a pass is 0; expected 2"));
+  CHECK_FALSE(own.has(0));
+}

@@ -1,0 +1,171 @@
+// llama.cpp's own attention over cells of which Tessera chose what stays.
+#include "catch.hpp"
+
+#include <cmath>
+#include <numeric>
+
+#include "tessera_llama/attend.hpp"
+#include "tessera_llama/evict.hpp"
+#include "tiny_llama.hpp"
+
+using namespace llama_tests;
+
+namespace {
+
+struct watched {
+  eviction watcher;
+  context_pointer context;
+  llama_pos next[2] = {0, 0};
+  explicit watched(int cells = 1024, eviction_options options = {})
+      : watcher(tiny_model().get(), options), context(tiny_model().context(cells, 1, watcher, 2)) {}
+  void feed(const std::vector<llama_token>& tokens, bool observed, llama_seq_id id = 0) {
+    token_batch batch(512);
+    for (const llama_token token : tokens) batch.add(token, next[id]++, id, true);
+    watcher.decode(context.get(), batch.get(), observed ? id : -1);
+  }
+};
+
+/// llama.cpp by itself, with the same settings and no callback.
+struct alone {
+  context_pointer context;
+  llama_pos next = 0;
+  alone() {
+    struct usual {
+      void attach(llama_context_params& params) const {
+        params.kv_unified = true;
+        params.n_seq_max = 2;
+      }
+    } settings;
+    context = tiny_model().context(1024, 1, settings, 2);
+  }
+  void feed(const std::vector<llama_token>& tokens) {
+    token_batch batch(512);
+    for (const llama_token token : tokens) batch.add(token, next++, 0, true);
+    tessera::require(llama_decode(context.get(), batch.get()) == 0, "llama_decode", "failed", "0", "see its log");
+  }
+};
+
+}  // namespace
+
+TEST_CASE("a budget that covers everything leaves llama.cpp's bits") {
+  std::mt19937 bits(5);
+  const auto first = random_tokens(bits, 200), last = random_tokens(bits, 64), answer = random_tokens(bits, 5);
+  watched own;
+  alone plain;
+  own.feed(first, false), plain.feed(first);
+  own.feed(last, true), plain.feed(last);
+  CHECK(own.watcher.evict(own.context.get(), 0, 264).size() == 264);
+  for (const llama_token token : answer) {
+    own.feed({token}, false), plain.feed({token});
+    CHECK(logits_of(own.context.get()) == logits_of(plain.context.get()));
+  }
+}
+
+TEST_CASE("evicted cells are few, lie side by side, and serve others") {
+  std::mt19937 bits(6);
+  watched own;
+  own.feed(random_tokens(bits, 500), false);
+  own.feed(random_tokens(bits, 300), false);
+  own.feed(random_tokens(bits, 100), true);
+  const std::size_t whole = llama_state_seq_get_size(own.context.get(), 0);
+  const auto kept = own.watcher.evict(own.context.get(), 0, 128);
+  REQUIRE(kept.size() == 128);
+  CHECK(std::is_sorted(kept.begin(), kept.end()));
+  for (llama_pos i = 0; i < 32; ++i) CHECK(kept[std::size_t(96 + i)] == 868 + i);  // the window stays
+  CHECK(double(llama_state_seq_get_size(own.context.get(), 0)) < 0.16 * double(whole));
+  own.feed({3}, false);
+  CHECK(own.watcher.attended_cells() == 256);    // llama.cpp's smallest step
+  own.feed(random_tokens(bits, 500), false, 1);  // 900 and 500 tokens in 1,024 cells
+  CHECK(own.watcher.positions(0).size() == 129);
+
+  // Another turn: what was kept is scored again, by cells that the mask shows.
+  own.feed(random_tokens(bits, 60), true);
+  const auto again = own.watcher.evict(own.context.get(), 0, 64);
+  REQUIRE(again.size() == 64);
+  CHECK(again.back() == 960);
+  own.feed({4}, false);
+  for (const float logit : logits_of(own.context.get())) REQUIRE(std::isfinite(logit));
+}
+
+TEST_CASE("what stays is what the window's queries look at, by the definition in double") {
+  std::mt19937 bits(7);
+  const auto prompt = random_tokens(bits, 300);
+  constexpr int n = 300, window = 32, keep = 80;
+  // Queries and keys of every layer, as the other way in shows them.
+  attention full(tiny_model().get(), {"full"});
+  const auto context = tiny_model().context(256, 1, full);
+  std::vector<std::vector<float>> q(layers), k(layers);
+  full.trace([&](const attention::traced_rows& rows) {
+    const auto add = [&](std::vector<float>& to, const tessera::rows_view<const float>& from) {
+      for (index_t t = 0; t < from.tokens; ++t)
+        for (index_t h = 0; h < from.heads; ++h) to.insert(to.end(), from.row(0, t, h), from.row(0, t, h) + dim);
+    };
+    add(q[std::size_t(rows.layer)], rows.q), add(k[std::size_t(rows.layer)], rows.k);
+  });
+  watched own;
+  for (int done = 0; done < n; done += 100) {
+    const std::vector<llama_token> chunk(prompt.begin() + done, prompt.begin() + done + 100);
+    own.feed(chunk, done == 200);
+    token_batch batch(100);
+    for (int i = 0; i < 100; ++i) batch.add(chunk[std::size_t(i)], done + i, 0, false);
+    full.decode(context.get(), batch.get());
+  }
+  std::vector<double> total(n - window, 0.0);
+  for (int layer = 0; layer < layers; ++layer) {
+    std::vector<double> of_layer(n, 0.0);  // all heads together
+    for (int kv = 0; kv < kv_heads; ++kv) {
+      for (int head = kv * heads / kv_heads; head < (kv + 1) * heads / kv_heads; ++head) {
+        for (int t = n - window; t < n; ++t) {
+          std::vector<double> weights;
+          double sum = 0;
+          for (int j = 0; j <= t; ++j) {
+            double dot = 0;
+            for (int d = 0; d < dim; ++d)
+              dot += double(q[std::size_t(layer)][std::size_t((t * heads + head) * dim + d)]) *
+                     k[std::size_t(layer)][std::size_t((j * kv_heads + kv) * dim + d)];
+            weights.push_back(std::exp(dot / 8));
+            sum += weights.back();
+          }
+          for (int j = 0; j <= t; ++j) of_layer[std::size_t(j)] += weights[std::size_t(j)] / sum;
+        }
+      }
+    }
+    for (int j = 0; j < n - window; ++j) {  // the largest of seven neighbours that compete
+      double largest = 0;
+      for (int i = std::max(0, j - 3); i <= std::min(n - window - 1, j + 3); ++i)
+        largest = std::max(largest, of_layer[std::size_t(i)]);
+      total[std::size_t(j)] += largest;
+    }
+  }
+  std::vector<int> order(n - window);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int a, int b) { return total[std::size_t(a)] > total[std::size_t(b)]; });
+  const double last = total[std::size_t(order[keep - window - 1])];
+  const auto kept = own.watcher.evict(own.context.get(), 0, keep);
+  REQUIRE(kept.size() == keep);
+  // Pooling makes ties, and llama.cpp's own attention rounds what later layers see: every kept token scores nearly as well as the last one.
+  for (int i = 0; i < keep - window; ++i) CHECK(total[std::size_t(kept[std::size_t(i)])] > 0.97 * last);
+  int shared = 0;
+  for (int i = 0; i < keep - window; ++i)
+    shared += std::binary_search(kept.begin(), kept.end(), llama_pos(order[std::size_t(i)]));
+  CHECK(shared >= keep - window - 6);
+}
+
+TEST_CASE("evictions that cannot be are refused") {
+  std::mt19937 bits(8);
+  watched own;
+  CHECK_THROWS_WITH(own.watcher.evict(own.context.get(), 0, 64), contains("scores of sequence 0 is missing"));
+  own.feed(random_tokens(bits, 100), false);
+  CHECK_THROWS_WITH(own.feed(random_tokens(bits, 8), true),
+                    contains("tokens of the observed sequence in the batch is 8; expected at least the window"));
+  own.next[0] = 100;
+  own.feed(random_tokens(bits, 40), true);
+  CHECK_THROWS_WITH(own.watcher.evict(own.context.get(), 0, 31),
+                    contains("tokens to keep is 31; expected at least the window, which is 32"));
+  CHECK_THROWS_WITH(own.watcher.keep_positions(own.context.get(), 0, {0, 1}),
+                    contains("expected the newest among them"));
+  own.feed({1}, false);  // scores are older than the newest token
+  CHECK_THROWS_WITH(own.watcher.evict(own.context.get(), 0, 64), contains("scores of sequence 0 is missing"));
+  CHECK_THROWS_WITH(watched(1024, {.pool = 4}), contains("pool is 4; expected odd"));
+}

@@ -1,0 +1,92 @@
+#include "catch.hpp"
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include <tessera/backend/cpu/any_cache.hpp>
+#include <tessera/cache.hpp>
+#include <tessera/methods/rocketkv.hpp>
+#include <tessera/methods/snapkv.hpp>
+
+#include "support/random.hpp"
+
+using namespace tessera;
+
+namespace {
+
+constexpr int dim = 64;
+const model_shape shape{2, 4, 2};
+
+any_cache_request asked(std::optional<index_t> budget, host_vector<named_setting> settings) {
+  any_cache_request request;
+  request.shape = shape;
+  request.budget = budget;
+  request.settings = std::move(settings);
+  return request;
+}
+
+}  // namespace
+
+TEST_CASE("a cache by name gives the bits of the cache itself") {
+  const auto workers = std::make_shared<cpu::executor>(1);
+  snapkv<fp16, dim> recipe;
+  recipe.set_budget(24);
+  recipe.retain.scorer.window = 8;
+  cache<snapkv<fp16, dim>> own(shape, recipe, workers);
+  const std::unique_ptr<any_cache> named =
+      std::make_unique<cpu::any_cache_of<snapkv<fp16, dim>>>(asked(24, {{"window", "8"}}), workers);
+  CHECK(named->drops());
+  CHECK_FALSE(named->needs_segments());
+  CHECK(named->bound(60, 5) == own.bound(60, 5));
+
+  support::rng random(31);
+  std::vector<float> rows(60 * 4 * dim);
+  for (float& value : rows) value = float(random.between(-100, 100)) / 50;
+  const auto pass = [&](const host_vector<batch_item>& items, index_t tokens) {
+    const auto q = nhd_rows<const float>(rows.data(), tokens, 4, dim),
+               k = nhd_rows<const float>(rows.data() + 7, tokens, 2, dim);
+    std::vector<float> a(std::size_t(tokens) * 4 * dim), b = a;
+    const mixed_batch first = own.prepare(items), second = named->prepare(items);
+    for (index_t layer = 0; layer < shape.layers; ++layer) {
+      own.process(layer, first, q, k, k, nhd_rows(a.data(), tokens, 4, dim));
+      named->process(layer, second, q, k, k, nhd_rows(b.data(), tokens, 4, dim));
+      CHECK(std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+    }
+  };
+  const index_t id = own.open(), other = own.open();
+  REQUIRE(named->open() == id);
+  REQUIRE(named->open() == other);
+  pass({{id, 40, true}, {other, 20, true}}, 60);
+  own.end_prefill(id), named->end_prefill(id);
+  pass({{id, 2, false}, {other, 10, true}}, 12);
+  CHECK(named->positions(1, id, 0) == own.positions(1, id, 0));
+  CHECK(named->positions(1, id, 0).size() == 26);
+  CHECK(named->bytes(id) == own.bytes(id));
+  CHECK(named->bytes_read(id) == own.bytes_read(id));
+  CHECK(named->full_bytes(42) == own.full_bytes(42));
+  named->truncate(id, 41);
+  CHECK(named->next_position(id) == 41);
+  CHECK_THROWS_WITH(named->truncate(id, 3), contains("; expected "));
+  const index_t fork = named->fork(id);
+  named->close(id);
+  CHECK(named->next_position(fork) == 41);
+  CHECK(named->settled(fork) <= 41);
+}
+
+TEST_CASE("parameters come as text: numbers, words, and a split that adapts") {
+  const auto recipe =
+      recipe_of<rocketkv<fp16, dim>>(asked(100, {{"window", "16"}, {"pool_kind", "average"}, {"split", "0.25"}}));
+  CHECK(recipe.retain.scorer.window == 16);
+  CHECK(recipe.budget() == 100);
+  CHECK(recipe_of<rocketkv<fp16, dim>>(asked({}, {{"split", "adaptive"}})).retain.scorer.window ==
+        rocketkv<fp16, dim>{}.retain.scorer.window);
+  const auto refuses = [](const char* name, const char* value, const char* sentence) {
+    CHECK_THROWS_WITH((recipe_of<rocketkv<fp16, dim>>(asked({}, {{name, value}}))), contains(sentence));
+  };
+  refuses("windows", "16", "parameter is 'windows'; expected window, pool, pool_kind, ");
+  refuses("window", "16 tokens", "window is '16 tokens'; expected a number, 1 to ");
+  refuses("window", "0", "window is 0; expected 1 to ");
+  refuses("pool_kind", "median", "pool_kind is 'median'; expected ");
+  refuses("split", "half", "split is 'half'; expected a number");
+}
