@@ -41,9 +41,33 @@ void answer(const loaded_model& model, llama_context* context, llama_token last,
   result.tokens_a_second = count / (now() - begin);
 }
 
-outcome with_attention(const loaded_model& model, const needle_document& document, const std::string& method,
-                       std::optional<index_t> budget, int threads) {
-  attention own(model.get(), {method, budget, {}, threads});
+/// What a WAY says: NAME, NAME:TOKENS or NAME:TOKENS:PARAMETER=VALUE,PARAMETER=VALUE.
+attention_options way_of(const std::string& text, int threads) {
+  attention_options way;
+  way.threads = threads;
+  const std::size_t colon = std::min(text.find(':'), text.size()),
+                    next = std::min(text.find(':', colon + 1), text.size());
+  way.method = text.substr(0, colon);
+  if (colon < text.size()) {
+    const std::string number = text.substr(colon + 1, next - colon - 1);
+    const int tokens = std::atoi(number.c_str());
+    tessera::require(tokens >= 1, "tokens of " + text, "'" + number + "'", "at least 1",
+                     "pass a number behind the colon");
+    way.budget = tokens;
+  }
+  for (std::size_t at = next + 1; at < text.size();) {
+    const std::size_t end = std::min(text.find(',', at), text.size()), equals = text.find('=', at);
+    tessera::require(equals < end, "parameter of " + text, text.substr(at, end - at), "NAME=VALUE",
+                     "separate them by commas");
+    way.settings.push_back({text.substr(at, equals - at), text.substr(equals + 1, end - equals - 1)});
+    at = end + 1;
+  }
+  return way;
+}
+
+outcome with_attention(const loaded_model& model, const needle_document& document, const attention_options& way,
+                       int threads) {
+  attention own(model.get(), way);
   const auto context = model.context(512, threads, own);
   outcome result;
   const double begin = now();
@@ -124,17 +148,15 @@ int main(int argc, char** argv) try {
   const loaded_model model(path);
   std::printf("| way | right of %d | held MB | prompt s | tokens/s |\n| --- | --- | --- | --- | --- |\n", documents);
   for (const std::string& way : ways) {
-    const std::size_t colon = way.find(':');
-    const std::string name = way.substr(0, colon);
-    const std::optional<index_t> budget =
-        colon == way.npos ? std::nullopt : std::optional<index_t>(std::atoi(way.c_str() + colon + 1));
+    const attention_options said = way_of(way, threads);
+    const std::string& name = said.method;
     int right = 0;
     outcome sum;
     for (int d = 0; d < documents; ++d) {
       const needle_document document = make_needle(model, tokens, (d + 0.5) / documents, unsigned(100 + d));
       const bool by_cells = name == "everything" || name == "evict" || name == "streaming";
-      const outcome one = by_cells ? with_cells(model, document, budget.value_or(0), name == "streaming", threads)
-                                   : with_attention(model, document, name, budget, threads);
+      const outcome one = by_cells ? with_cells(model, document, said.budget.value_or(0), name == "streaming", threads)
+                                   : with_attention(model, document, said, threads);
       right += is_right(one.said, document.word);
       sum.held_megabytes += one.held_megabytes, sum.prompt_seconds += one.prompt_seconds,
           sum.tokens_a_second += one.tokens_a_second;

@@ -96,6 +96,8 @@ class attention final : public graph_observer {
   }
   /// A copy of a sequence under another id, between two turns or steps: llama_memory_seq_cp.
   void copy(llama_seq_id from, llama_seq_id to) {
+    tessera::require(from != to, "copy of sequence " + std::to_string(from), to, "another id",
+                     "pass an id that is free");
     sequence made = find(from);
     made.id = cache_->fork(made.id);
     remove(to, 0);
@@ -176,6 +178,9 @@ class attention final : public graph_observer {
 
   void see(index_t layer, const attention_node& node) override {
     if (layer == 0) begin(node);
+    tessera::require(node.scale == scale_ && node.soft_cap == soft_cap_, "scale of layer " + std::to_string(layer),
+                     node.scale, "that of the first layer, " + std::to_string(scale_),
+                     "take a model whose layers are alike");
     const auto k = rows_of_cells(*node.k, cells(), k_), v = rows_of_cells(*node.v, cells(), v_);
     cache_->process(layer, work_, node.q, k, v, node.out);
     for (std::size_t i = 0; i < runs_.size() && shown_; ++i) {
@@ -201,6 +206,7 @@ class attention final : public graph_observer {
       tessera::require(!made->rereads(), "method", "'" + options_.method + "'", "one that reads a prompt once",
                        "this integration passes no prompt through the model twice");
       cache_ = std::move(made);
+      scale_ = node.scale, soft_cap_ = node.soft_cap;
     }
     tessera::host_vector<tessera::batch_item> items;
     for (const row_run& run : runs_) {
@@ -212,6 +218,9 @@ class attention final : public graph_observer {
       tessera::require(llama_vocab_type(vocabulary_) != LLAMA_VOCAB_TYPE_NONE, "vocabulary of the model", "none",
                        "one, as '" + options_.method + "' goes by sentences of the text",
                        "take another model or method");
+      tessera::require(std::find(text_.begin(), text_.end(), LLAMA_TOKEN_NULL) == text_.end(), "tokens of the batch",
+                       "none", "tokens, as '" + options_.method + "' goes by sentences of the text",
+                       "pass tokens, not embeddings");
       for (const llama_token token : text_) boundaries.push_back(ends_segment(token));
     }
     work_ = cache_->prepare(items, boundaries);
@@ -258,6 +267,7 @@ class attention final : public graph_observer {
   std::vector<llama_token> text_;  // of the pass
   std::vector<llama_seq_id> opened_;
   bool prepared_ = false;
+  float scale_ = 0, soft_cap_ = 0;  // of the model's logits
   std::function<void(const traced_rows&)> shown_;
   tessera::mixed_batch work_;
   std::vector<float> k_, v_;

@@ -65,7 +65,13 @@ class eviction final : public graph_observer {
                      "cut the prompt so that its last chunk is longer");
     begin_pass();
     const int status = llama_decode(context, batch);
-    end_pass(status);
+    try {
+      end_pass(status);
+    } catch (...) {  // no sequence has any of the pass's tokens
+      for (const token& one : tokens_)
+        llama_memory_seq_rm(llama_get_memory(context), one.sequence, one.position, one.position + 1);
+      throw;
+    }
     for (std::size_t i = 0; i < tokens_.size(); ++i) {
       state& of = sequences_[tokens_[i].sequence];
       of.positions.push_back(tokens_[i].position);
@@ -192,6 +198,8 @@ class eviction final : public graph_observer {
 
   /// Of sequences whose cells are not known: what the mask shows a token of theirs, but for the pass's own cells.
   void find_cells(const attention_node& node) {
+    tessera::require(node.mask && node.mask->type == GGML_TYPE_F16, "mask of the attention",
+                     "missing, or of another type", "one of fp16", "take a llama.cpp as that of 2026-11");
     for (std::size_t row = 0; row < tokens_.size(); ++row) {
       state& of = sequences_[tokens_[row].sequence];
       if (of.knows_cells) continue;

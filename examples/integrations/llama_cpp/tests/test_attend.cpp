@@ -190,6 +190,11 @@ TEST_CASE("what cannot be is refused in a sentence, and nothing has changed") {
   refuses({{1, 0}, {1, 2}}, "position of a token of sequence 1 is 2; expected 1");
   one.own.end_prompt(0);
   CHECK_THROWS_WITH(one.own.end_prompt(0), contains("prompt of sequence 0 is none"));
+  CHECK_THROWS_WITH(one.own.copy(0, 0), contains("copy of sequence 0 is 0; expected another id"));
+  one.own.copy(0, 1);
+  CHECK(one.own.next_position(1) == 60);
+  one.own.remove(1, 0);
+  CHECK_FALSE(one.own.has(1));
   CHECK_THROWS_WITH(decode(one, {{0, random_tokens(bits, 9)}}),
                     contains("tokens of a step of sequence 0 is 9; expected 1 to 8"));
   one.own.begin_prompt(0);
