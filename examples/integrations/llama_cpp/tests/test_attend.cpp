@@ -64,6 +64,44 @@ TEST_CASE("full attention of Tessera gives llama.cpp's logits, prompts in chunks
   CHECK(llama_memory_seq_pos_max(llama_get_memory(full.context.get()), 0) == -1);  // llama.cpp holds nothing
 }
 
+TEST_CASE("what full attention writes is the definition in double over llama.cpp's cells") {
+  std::mt19937 bits(9);
+  session full("full");
+  std::vector<std::vector<float>> k(layers), v(layers);
+  double worst = 0;
+  full.own.trace([&](const attention::traced_rows& rows) {
+    auto &keys = k[std::size_t(rows.layer)], &values = v[std::size_t(rows.layer)];
+    const auto own_k = copied(rows.k), own_v = copied(rows.v), q = copied(rows.q), out = copied(rows.out);
+    keys.insert(keys.end(), own_k.begin(), own_k.end()), values.insert(values.end(), own_v.begin(), own_v.end());
+    const int n = int(keys.size()) / (kv_heads * dim), first = n - rows.q.tokens;
+    for (int t = 0; t < rows.q.tokens; ++t) {
+      for (int h = 0; h < heads; ++h) {
+        const int kv = h / (heads / kv_heads);
+        std::vector<double> sum(dim, 0.0);
+        double total = 0;
+        for (int j = 0; j <= first + t; ++j) {
+          double dot = 0;
+          for (int d = 0; d < dim; ++d)
+            dot += double(q[std::size_t((t * heads + h) * dim + d)]) * keys[std::size_t((j * kv_heads + kv) * dim + d)];
+          const double weight = std::exp(dot / 8);
+          total += weight;
+          for (int d = 0; d < dim; ++d)
+            sum[std::size_t(d)] += weight * values[std::size_t((j * kv_heads + kv) * dim + d)];
+        }
+        for (int d = 0; d < dim; ++d)
+          worst = std::max(worst,
+                           std::abs(sum[std::size_t(d)] / total - double(out[std::size_t((t * heads + h) * dim + d)])));
+      }
+    }
+  });
+  decode(full, {{0, random_tokens(bits, 250)}});
+  decode(full, {{0, random_tokens(bits, 150)}});
+  full.own.end_prompt(0);
+  for (int i = 0; i < 5; ++i) decode(full, {{0, random_tokens(bits, 1 + i)}});
+  CHECK(worst < 1e-4);
+  CHECK(worst > 0);
+}
+
 TEST_CASE("every method answers, and holds what it keeps") {
   std::mt19937 bits(2);
   const auto prompt = random_tokens(bits, 240);
