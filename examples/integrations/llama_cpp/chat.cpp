@@ -27,15 +27,18 @@ int main(int argc, char** argv) try {
   for (bool first = true; std::printf("> "), std::fflush(stdout), std::getline(std::cin, line); first = false) {
     const std::string turn = model.turn(line, first);
     if (!first) own.begin_prompt(0);
-    decode_text(own, context.get(), model.tokens(turn));
+    decode_text(own, context.get(), model.tokens(turn, first));
     own.end_prompt(0);
-    for (int i = 0; i < 512; ++i) {
-      const llama_token token = best_token(context.get(), model.vocabulary());
-      if (llama_vocab_is_eog(model.vocabulary(), token)) break;
+    llama_token token = best_token(context.get(), model.vocabulary());
+    for (int i = 0; i < 512 && !llama_vocab_is_eog(model.vocabulary(), token); ++i) {
       std::printf("%s", model.piece(token).c_str());
       std::fflush(stdout);
       decode_text(own, context.get(), {token});
+      token = best_token(context.get(), model.vocabulary());
     }
+    // The turn's end belongs to the conversation.
+    if (!llama_vocab_is_eog(model.vocabulary(), token)) token = llama_vocab_eot(model.vocabulary());
+    if (token != LLAMA_TOKEN_NULL) decode_text(own, context.get(), {token});
     std::printf("\n[%d tokens, %.2f MB of %.2f held]\n", own.next_position(0), double(own.bytes(0)) / 1e6,
                 double(own.full_bytes(0)) / 1e6);
   }

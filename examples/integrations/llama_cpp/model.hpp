@@ -46,10 +46,11 @@ class loaded_model {
   /// llama.cpp by itself.
   context_pointer context(int cells, int threads) const { return made(params_of(cells, threads, 1)); }
 
-  std::vector<llama_token> tokens(const std::string& text) const {
+  /// `begins`: with what the model puts before a text.
+  std::vector<llama_token> tokens(const std::string& text, bool begins = false) const {
     std::vector<llama_token> made(text.size() + 8);
     const int count =
-        llama_tokenize(vocabulary(), text.data(), int(text.size()), made.data(), int(made.size()), false, true);
+        llama_tokenize(vocabulary(), text.data(), int(text.size()), made.data(), int(made.size()), begins, true);
     tessera::require(count >= 0, "tokens of a text", count, "at least 0", "shorten it");
     made.resize(std::size_t(count));
     return made;

@@ -65,7 +65,7 @@ class attention final : public graph_observer {
       sequence& held = sequences_.at(run.sequence);
       held.has_prompt = held.has_prompt || run.is_prompt;
     }
-    opened_.clear(), prepared_ = false;
+    opened_.clear();
   }
 
   /// Ends a sequence's prompt: the method chooses what stays.
@@ -145,14 +145,9 @@ class attention final : public graph_observer {
   }
 
   void plan(llama_context* context, const llama_batch& batch) {
-    tessera::require(batch.n_tokens >= 1 && batch.n_tokens <= int(llama_n_ubatch(context)), "tokens of a batch",
-                     batch.n_tokens, "1 to n_ubatch, which is " + std::to_string(llama_n_ubatch(context)),
-                     "hand a prompt over in chunks");
-    runs_.clear(), text_.clear(), opened_.clear(), prepared_ = false;
+    require_batch(context, batch);
+    runs_.clear(), text_.clear(), opened_.clear(), seen_layers_ = 0;
     for (int i = 0; i < batch.n_tokens; ++i) {
-      tessera::require(batch.n_seq_id && batch.pos && batch.n_seq_id[i] == 1, "sequences of a token",
-                       batch.n_seq_id ? batch.n_seq_id[i] : 0, "1, with a position",
-                       "give each token its sequence and position");
       const llama_seq_id id = batch.seq_id[i][0];
       if (runs_.empty() || runs_.back().sequence != id) {
         for (const row_run& run : runs_)
@@ -182,6 +177,7 @@ class attention final : public graph_observer {
                      node.scale, "that of the first layer, " + std::to_string(scale_),
                      "take a model whose layers are alike");
     const auto k = rows_of_cells(*node.k, cells(), k_), v = rows_of_cells(*node.v, cells(), v_);
+    seen_layers_ = layer + 1;  // an item of this layer may be through where the next one fails
     cache_->process(layer, work_, node.q, k, v, node.out);
     for (std::size_t i = 0; i < runs_.size() && shown_; ++i) {
       const tessera::rows_view<const float> out{node.out.data,        0,           node.out.token_stride,
@@ -192,8 +188,23 @@ class attention final : public graph_observer {
     }
   }
 
+  /// Errors   a context whose tokens see later ones: tessera::error.
+  void require_causal(const attention_node& node) const {
+    std::size_t row = 0;
+    for (const row_run& run : runs_) {
+      if (run.tokens > 1 && node.mask) {
+        const auto* mask =
+            reinterpret_cast<const ggml_fp16_t*>(static_cast<const char*>(node.mask->data) + row * node.mask->nb[1]);
+        tessera::require(ggml_fp16_to_fp32(mask[cells()[row + 1]]) < -1e4f, "attention of the context", "not causal",
+                         "causal", "call llama_set_causal_attn(context, true)");
+      }
+      row += std::size_t(run.tokens);
+    }
+  }
+
   /// Makes the cache by what the first layer shows, opens new sequences, and prepares the pass.
   void begin(const attention_node& node) {
+    require_causal(node);
     if (!cache_) {
       tessera::any_cache_request request;
       request.shape = {layers(), node.q.heads, node.kv_heads()};
@@ -224,25 +235,33 @@ class attention final : public graph_observer {
       for (const llama_token token : text_) boundaries.push_back(ends_segment(token));
     }
     work_ = cache_->prepare(items, boundaries);
-    prepared_ = true;
   }
 
-  /// A pass has failed: sequences are as they were.
+  /// A pass has failed: sequences are as they were. One whose method cannot go back ends, rather than go on wrongly.
   void take_back() {
     for (const row_run& run : runs_) {
       const auto found = sequences_.find(run.sequence);
       if (found == sequences_.end()) continue;
       if (std::find(opened_.begin(), opened_.end(), run.sequence) != opened_.end()) {
         remove(run.sequence, 0);
-      } else if (prepared_) {
-        try {
-          cache_->cancel(found->second.id);
-        } catch (const tessera::error&) {  // a method that cannot go back: the sequence ends, rather than go on wrongly
-          remove(run.sequence, 0);
-        }
+        continue;
+      }
+      if (seen_layers_ == 0) continue;
+      try {  // some layers have the tokens, or all of them, or none yet
+        if (cache_->next_position(found->second.id) == run.first + run.tokens) take_back_of(found->second.id, run);
+      } catch (const tessera::error&) {
+        remove(run.sequence, 0);
       }
     }
-    opened_.clear(), prepared_ = false;
+    opened_.clear();
+  }
+  void take_back_of(index_t id, const row_run& run) {
+    if (seen_layers_ < layers()) return cache_->cancel(id);
+    try {
+      cache_->truncate(id, run.first);
+    } catch (const tessera::error&) {  // the last layer does not have them
+      cache_->cancel(id);
+    }
   }
 
   /// Whether a segment of the text ends after a token: one that ends with a mark of punctuation, or a line break.
@@ -266,7 +285,7 @@ class attention final : public graph_observer {
   std::vector<row_run> runs_;      // of the pass
   std::vector<llama_token> text_;  // of the pass
   std::vector<llama_seq_id> opened_;
-  bool prepared_ = false;
+  index_t seen_layers_ = 0;         // of the pass
   float scale_ = 0, soft_cap_ = 0;  // of the model's logits
   std::function<void(const traced_rows&)> shown_;
   tessera::mixed_batch work_;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <numeric>
 
@@ -40,14 +41,22 @@ class eviction final : public graph_observer {
       : graph_observer(model), options_(options), workers_((check(options), options.threads)) {}
 
   /// llama_decode. `observed`: the sequence whose prompt ends in this batch, or -1; its tokens here must be its last `window` ones
-  /// or more (all of them, of a shorter prompt). Errors: what llama.cpp refuses; sequences shared by a token: tessera::error.
+  /// or more (all of them, of a shorter prompt). Where it throws, no sequence has any of the batch's tokens. Errors: what llama.cpp
+  /// refuses; a batch that is not one pass; positions that do not go on one by one: tessera::error.
   void decode(llama_context* context, const llama_batch& batch, llama_seq_id observed = -1) {
     tokens_.clear();
+    require_batch(context, batch);
+    std::map<llama_seq_id, llama_pos> first;  // new position of each sequence
     for (int i = 0; i < batch.n_tokens; ++i) {
-      tessera::require(batch.n_seq_id && batch.pos && batch.n_seq_id[i] == 1, "sequences of a token",
-                       batch.n_seq_id ? batch.n_seq_id[i] : 0, "1, with a position",
-                       "give each token its sequence and position");
-      tokens_.push_back({batch.seq_id[i][0], batch.pos[i]});
+      const token added{batch.seq_id[i][0], batch.pos[i]};
+      const auto found = sequences_.find(added.sequence);
+      llama_pos next = found == sequences_.end() ? added.position : found->second.positions.back() + 1;
+      for (const token& earlier : tokens_)
+        if (earlier.sequence == added.sequence) next = earlier.position + 1;
+      tessera::require(added.position == next, "position of a token of sequence " + std::to_string(added.sequence),
+                       added.position, std::to_string(next), "positions go on one by one");
+      first.emplace(added.sequence, added.position);
+      tokens_.push_back(added);
     }
     observed_ = observed;
     first_row_ = -1, rows_ = 0;
@@ -58,7 +67,8 @@ class eviction final : public graph_observer {
       if (first_row_ < 0) first_row_ = index_t(i);
       ++rows_;
     }
-    const index_t held = observed < 0 ? 0 : index_t(sequences_[observed].positions.size());
+    const auto known = sequences_.find(observed);
+    const index_t held = known == sequences_.end() ? 0 : index_t(known->second.positions.size());
     tessera::require(observed < 0 || rows_ >= std::min(options_.window, held + rows_),
                      "tokens of the observed sequence in the batch", rows_,
                      "at least the window, which is " + std::to_string(options_.window),
@@ -68,8 +78,8 @@ class eviction final : public graph_observer {
     try {
       end_pass(status);
     } catch (...) {  // no sequence has any of the pass's tokens
-      for (const token& one : tokens_)
-        llama_memory_seq_rm(llama_get_memory(context), one.sequence, one.position, one.position + 1);
+      for (const auto& [id, position] : first) llama_memory_seq_rm(llama_get_memory(context), id, position, -1);
+      std::erase_if(sequences_, [](const auto& entry) { return entry.second.positions.empty(); });
       throw;
     }
     for (std::size_t i = 0; i < tokens_.size(); ++i) {
@@ -103,7 +113,13 @@ class eviction final : public graph_observer {
 
   /// Frees the cells of all other positions, and moves what is left side by side. `left`: ascending, the newest among them.
   void keep_positions(llama_context* context, llama_seq_id id, const std::vector<llama_pos>& left) {
-    state& of = sequences_.at(id);
+    const auto found = sequences_.find(id);
+    tessera::require(found != sequences_.end(), "sequence", id, "one that has tokens", "decode its prompt first");
+    state& of = found->second;
+    tessera::require(std::is_sorted(left.begin(), left.end(), std::less_equal<>()) &&
+                         std::includes(of.positions.begin(), of.positions.end(), left.begin(), left.end()),
+                     "positions to keep", "not ascending, or not all held",
+                     "some of those that `positions` says, ascending", "leave out the others");
     tessera::require(!left.empty() && left.back() == of.positions.back(), "positions to keep", "without the newest",
                      "the newest among them", "llama.cpp goes on behind the newest token");
     const llama_memory_t memory = llama_get_memory(context);
@@ -232,6 +248,8 @@ class eviction final : public graph_observer {
   /// Adds what the window's queries of one layer look at.
   template <int D>
   void score(const attention_node& node) {
+    tessera::require(node.k->type == GGML_TYPE_F16, "type of cells", ggml_type_name(node.k->type), "f16",
+                     "leave type_k as attach sets it");
     const index_t n = index_t(slots_.size()), window = std::min(options_.window, n);
     if (n <= window + 1) return;  // too short to lose anything worth a score
     using view_type = tessera::kv_view<const tessera::fp16, D, tessera::filtered<tessera::contiguous>>;

@@ -33,6 +33,29 @@ inline void require_model(const llama_model* model) {
     refuse("one whose positions have several parts");
 }
 
+/// Errors   a tensor in a device's memory: tessera::error.
+inline void require_host(const ggml_tensor* tensor) {
+  const ggml_tensor* const own = tensor->view_src ? tensor->view_src : tensor;
+  tessera::require(own->buffer && ggml_backend_buffer_is_host(own->buffer), "memory of the attention", "a device's",
+                   "the host's", "load the model with n_gpu_layers = 0");
+}
+
+/// Errors   a batch that is not one pass of tokens with one sequence and a position each: tessera::error.
+inline void require_batch(const llama_context* context, const llama_batch& batch) {
+  tessera::require(batch.n_tokens >= 1 && batch.n_tokens <= int(llama_n_ubatch(context)), "tokens of a batch",
+                   batch.n_tokens, "1 to n_ubatch, which is " + std::to_string(llama_n_ubatch(context)),
+                   "hand a prompt over in chunks");
+  for (int i = 0; i < batch.n_tokens; ++i) {
+    tessera::require(batch.n_seq_id && batch.pos && batch.n_seq_id[i] == 1, "sequences of a token",
+                     batch.n_seq_id ? batch.n_seq_id[i] : 0, "1, with a position",
+                     "give each token its sequence and position");
+    const llama_seq_id id = batch.seq_id[i][0];
+    tessera::require(id >= 0 && id < int(llama_n_seq_max(context)), "sequence of a token", id,
+                     "0 to " + std::to_string(llama_n_seq_max(context) - 1),
+                     "make the context with a larger n_seq_max");
+  }
+}
+
 /// One layer's attention in a pass through the model.
 struct attention_node {
   tessera::rows_view<const float> q;  ///< [tokens, q_heads, dim], after RoPE
@@ -60,11 +83,8 @@ struct attention_node {
                      "make the context with kv_unified");
     tessera::require(q.nb[0] == 4 && k.nb[0] == ggml_type_size(k.type) && v.nb[0] == ggml_type_size(v.type),
                      "channels of a row", "apart", "side by side", "make the context with flash attention");
-    for (const ggml_tensor* rows : {t->src[0], t->src[1], t->src[2], t}) {
-      const ggml_tensor* own = rows->view_src ? rows->view_src : rows;
-      tessera::require(own->buffer && ggml_backend_buffer_is_host(own->buffer), "memory of the attention", "a device's",
-                       "the host's", "load the model with n_gpu_layers = 0");
-    }
+    for (const ggml_tensor* rows : {t->src[0], t->src[1], t->src[2], t->src[3], t})
+      if (rows) require_host(rows);
     const auto of_floats = [](std::size_t bytes) { return offset_t(bytes / sizeof(float)); };
     node.q = {static_cast<const float*>(q.data),
               0,
@@ -118,7 +138,8 @@ class graph_observer {
     params.cb_eval = &graph_observer::callback;
     params.cb_eval_user_data = this;
     params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;  // else there is no such node
-    params.kv_unified = true;                                // one stream: tokens stay in the batch's order
+    params.attention_type = LLAMA_ATTENTION_TYPE_CAUSAL;
+    params.kv_unified = true;  // one stream: tokens stay in the batch's order
     params.n_batch = params.n_ubatch = std::min(params.n_batch, params.n_ubatch);  // a batch is one pass
     params.type_k = params.type_v = GGML_TYPE_F16;
   }
@@ -158,18 +179,22 @@ class graph_observer {
     if (t->op != GGML_OP_FLASH_ATTN_EXT) return !ask;
     if (ask) return problem_.empty();
     try {
-      if (layer_ == 0) note_cells(t->src[0]->ne[1]);
-      see(layer_++, attention_node::of(t));
+      const attention_node node = attention_node::of(t);
+      if (layer_ == 0) note_cells(node.q.tokens);
+      see(layer_++, node);
       return true;
     } catch (const std::exception& failed) {
       problem_ = failed.what();
-      return false;
+    } catch (...) {
+      problem_ = "what a layer threw is no std::exception; expected one; throw tessera::error";
     }
+    return false;
   }
   void note_cells(std::int64_t tokens) {
     tessera::require(indices_ && indices_->ne[0] == tokens, "cells of the new tokens", "not written as rows",
                      "one index for each token",
                      "take a llama.cpp whose memory is written by SET_ROWS, as that of 2026-11");
+    require_host(indices_);
     for (std::int64_t i = 0; i < tokens; ++i) {
       cells_.push_back(indices_->type == GGML_TYPE_I64 ? static_cast<const std::int64_t*>(indices_->data)[i]
                                                        : static_cast<const std::int32_t*>(indices_->data)[i]);

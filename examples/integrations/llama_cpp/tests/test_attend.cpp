@@ -211,6 +211,39 @@ TEST_CASE("slots of a server, mixed at random, attend as caches of one sequence 
   }
 }
 
+TEST_CASE("a pass that fails half way, or behind the last attention, leaves no trace") {
+  for (const std::string method : {"full", "snapkv", "quest"}) {
+    for (const int fails_in : {0, 1, layers}) {  // the layer in which it fails; behind all of them
+      CAPTURE(method, fails_in);
+      std::mt19937 bits(14);
+      const auto budget = method == "full" ? std::nullopt : std::optional<index_t>(48);
+      session own(method, budget, 3), twin(method, budget, 3);
+      const auto prompt = random_tokens(bits, 90), lost = random_tokens(bits, 20);
+      for (session* one : {&own, &twin}) {
+        decode(*one, {{0, prompt}});
+        one->own.end_prompt(0);
+        decode(*one, {{0, {5}}});
+      }
+      bool aborts = false;
+      llama_set_abort_callback(own.context.get(), [](void* wanted) { return *static_cast<bool*>(wanted); }, &aborts);
+      own.own.trace([&](const attention::traced_rows& rows) {
+        if (rows.layer == fails_in) throw tessera::error("this layer fails; expected nothing else; it is a test");
+        aborts = fails_in == layers && rows.layer == layers - 1;
+      });
+      CHECK_THROWS_WITH(decode(own, {{0, {7}}, {2, lost}}), contains("; expected "));
+      own.own.trace({});
+      aborts = false;
+      CHECK_FALSE(own.own.has(2));
+      REQUIRE(own.own.has(0));
+      CHECK(own.own.next_position(0) == 91);
+      for (const llama_token token : {9, 11, 13}) {
+        decode(own, {{0, {token}}}), decode(twin, {{0, {token}}});
+        CHECK(logits_of(own.context.get()) == logits_of(twin.context.get()));
+      }
+    }
+  }
+}
+
 TEST_CASE("what cannot be is refused in a sentence, and nothing has changed") {
   std::mt19937 bits(4);
   CHECK_THROWS_WITH(session("sublime"), contains("method is 'sublime'; expected ") && contains("snapkv"));
@@ -240,8 +273,14 @@ TEST_CASE("what cannot be is refused in a sentence, and nothing has changed") {
   CHECK_THROWS_WITH(one.own.remove(0, 10), contains("; expected "));
   CHECK(one.own.next_position(0) == 69);
 
-  session large("snapkv", 4);  // a budget below the window is found out in the first layer: llama.cpp is left as it was
-  CHECK_THROWS_WITH((decode(large, {{0, random_tokens(bits, 60)}}), large.own.end_prompt(0)), contains("; expected "));
+  session large("snapkv", 4);  // a budget below the window is found out when the cache is made: nothing is there
+  CHECK_THROWS_WITH(decode(large, {{0, random_tokens(bits, 60)}}), contains("; expected "));
+  CHECK_FALSE(large.own.has(0));
+  CHECK(llama_memory_seq_pos_max(llama_get_memory(large.context.get()), 0) == -1);
+
+  session acausal("full");
+  llama_set_causal_attn(acausal.context.get(), false);
+  CHECK_THROWS_WITH(decode(acausal, {{0, {1, 2, 3}}}), contains("attention of the context is not causal"));
 
   attention own(tiny_model().get(), {"full"});
   struct without_flash {

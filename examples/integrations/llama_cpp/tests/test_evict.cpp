@@ -78,13 +78,75 @@ TEST_CASE("evicted cells are few, lie side by side, and serve others") {
   own.feed(random_tokens(bits, 500), false, 1);  // 900 and 500 tokens in 1,024 cells
   CHECK(own.watcher.positions(0).size() == 129);
 
-  // Another turn: what was kept is scored again, by cells that the mask shows.
-  own.feed(random_tokens(bits, 60), true);
-  const auto again = own.watcher.evict(own.context.get(), 0, 64);
-  REQUIRE(again.size() == 64);
-  CHECK(again.back() == 960);
   own.feed({4}, false);
   for (const float logit : logits_of(own.context.get())) REQUIRE(std::isfinite(logit));
+}
+
+TEST_CASE("what stays behind an eviction is what llama.cpp attends to") {
+  std::mt19937 bits(10);
+  const auto prompt = random_tokens(bits, 400), answer = random_tokens(bits, 6);
+  watched own;
+  alone plain;
+  own.feed(prompt, true), plain.feed(prompt);
+  const auto kept = own.watcher.evict(own.context.get(), 0, 100);
+  llama_pos from = 0;
+  for (const llama_pos position : kept) {
+    if (position > from) llama_memory_seq_rm(llama_get_memory(plain.context.get()), 0, from, position);
+    from = position + 1;
+  }
+  for (const llama_token token : answer) {
+    own.feed({token}, false), plain.feed({token});
+    CHECK(relative_distance(logits_of(own.context.get()), logits_of(plain.context.get())) <
+          5e-3);  // cells in another order
+  }
+}
+
+TEST_CASE("a second turn is scored by the cells that hold the first, wherever they lie") {
+  std::mt19937 bits(12);
+  const auto first = random_tokens(bits, 300), second = random_tokens(bits, 200), other = random_tokens(bits, 90);
+  std::vector<llama_pos> kept[2];
+  for (const int shares : {0, 1}) {
+    watched own;
+    if (shares) own.feed({other.begin(), other.begin() + 30}, false, 1);
+    own.feed({first.begin(), first.begin() + 150}, false);
+    if (shares) own.feed({other.begin() + 30, other.begin() + 60}, false, 1);
+    own.feed({first.begin() + 150, first.end()}, true);
+    std::vector<llama_pos> even;  // a choice that rounding does not change
+    for (llama_pos i = 0; i < 300; ++i)
+      if (i % 3 == 0 || i >= 260) even.push_back(i);
+    own.watcher.keep_positions(own.context.get(), 0, even);
+    if (shares) own.feed({other.begin() + 60, other.end()}, false, 1);
+    own.feed(second, true);
+    kept[shares] = own.watcher.evict(own.context.get(), 0, 120);
+    REQUIRE(kept[shares].size() == 120);
+    for (const llama_pos position : kept[shares])
+      CHECK((position >= 300 || std::binary_search(even.begin(), even.end(), position)));
+  }
+  std::vector<llama_pos> both;
+  std::set_intersection(kept[0].begin(), kept[0].end(), kept[1].begin(), kept[1].end(), std::back_inserter(both));
+  CHECK(both.size() >= 115);
+}
+
+TEST_CASE("a refused batch leaves the sequences as they were") {
+  std::mt19937 bits(13);
+  watched own;
+  own.feed(random_tokens(bits, 100), false);
+  const std::size_t size = llama_state_seq_get_size(own.context.get(), 0);
+  const auto refuses = [&](llama_seq_id sequence, llama_pos position, int count, const char* sentence) {
+    token_batch batch(600);
+    for (int i = 0; i < count; ++i) batch.add(1, position + i, sequence, false);
+    CHECK_THROWS_WITH(own.watcher.decode(own.context.get(), batch.get()), contains(sentence));
+    CHECK(llama_state_seq_get_size(own.context.get(), 0) == size);
+    CHECK(own.watcher.positions(0).size() == 100);
+  };
+  refuses(0, 50, 1, "position of a token of sequence 0 is 50; expected 100");
+  refuses(-1, 0, 1, "sequence of a token is -1; expected 0 to 1");
+  refuses(300, 0, 1, "sequence of a token is 300; expected 0 to 1");
+  refuses(0, 100, 513, "tokens of a batch is 513; expected 1 to n_ubatch, which is 512");
+  CHECK_THROWS_WITH(own.watcher.keep_positions(own.context.get(), 0, {5, 3, 99}), contains("not ascending"));
+  CHECK_THROWS_WITH(own.watcher.keep_positions(own.context.get(), 0, {5, 99, 120}), contains("not all held"));
+  CHECK_THROWS_WITH(own.watcher.keep_positions(own.context.get(), 1, {5}),
+                    contains("sequence is 1; expected one that has tokens"));
 }
 
 TEST_CASE("what stays is what the window's queries look at, by the definition in double") {
