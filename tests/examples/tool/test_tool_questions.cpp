@@ -92,6 +92,6 @@ TEST_CASE("lines of those forms without their keys, and templates without places
   }
   for (const char* bad : {"", "{context}", "{input}", "{input} {context}", "{context} {input} {input}"}) {
     INFO(bad);
-    CHECK_THROWS_WITH(tool::prompt_template::parsed(bad), contains("--template is '"));
+    CHECK_THROWS_WITH(tool::prompt_template::parsed(bad), contains("--question-template is '"));
   }
 }

@@ -170,6 +170,7 @@ class TesseraCache(transformers.Cache):
             self._next_layer = 0
             self.tokens += q.shape[2]
             self._padding = self._rows.past
+            self._has_ended = self._in_prompt and self._is_last
         return out
 
     def _begin(self, q, k, mask, scaling, softcap, sinks):
@@ -228,7 +229,6 @@ class TesseraCache(transformers.Cache):
         if not (is_step or self._in_prompt):
             self._began = self.tokens
         self._in_prompt, self._rows, self._flags, self._is_last = not is_step, rows, flags, is_last
-        self._has_ended = is_last
 
     def _take_text(self, rows, shape):
         """The call's tokens as `rows` has them, [batch, tokens]; None where the text is not known."""

@@ -253,3 +253,20 @@ def test_rows_of_several_types_are_named():
     with pytest.raises(ValueError, match="^dtype of k and v is Half and Float; expected Float, that of q; "):
         operators.prompt(cache, 0, row, row.half(), row, [0], [2])
     operators.destroy(cache.item())
+
+
+def test_a_choice_that_cannot_be_made_is_said_when_the_prompt_ends():
+    """And every layer has the prompt then: with a larger budget it goes on as a cache that had that budget."""
+    model, ids = small_model(), tokens(600)
+    caches = [TesseraCache(model.config, "rocketkv", budget, window=400) for budget in (64, 500)]
+    with torch.no_grad():
+        for cache in caches:
+            with cache.prompt(600):
+                model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="room for the window"):
+            caches[0].end_prompt()
+        caches[0].set_budget(500)
+        assert caches[0].get_seq_length() == 600
+        got, want = (model(ids[:, :1], past_key_values=cache).logits for cache in caches)
+    assert torch.equal(got, want)
+    assert [len(head) for head in caches[0].kept_positions(1)[0]] == [len(head) for head in caches[1].kept_positions(1)[0]]

@@ -22,6 +22,15 @@ template <class Recipe>
 inline constexpr bool drops_by_layer =
     tessera::chooses_by_layer<Recipe> && Recipe::retain_type::drops && !Recipe::retain_type::rereads;
 
+/// Ends a prompt in one layer, which has its rows already. What cannot be chosen there, end_prompt says when every layer has them.
+template <class Call>
+void end_where_it_can(const Call& call) {
+  try {
+    call();
+  } catch (const tessera::error&) {
+  }
+}
+
 template <class Number>
 Number parsed(const setting& given, const std::string& allowed) {
   Number value{};
