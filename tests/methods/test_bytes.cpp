@@ -305,7 +305,7 @@ TEST_CASE("the bound of a long prompt is not much more than what the sequence ta
       const offset_t peak = peak_of(*cache, data, turn, bound);
       CAPTURE(peak, bound);
       // Of layers that end, one is whole: its second place while it moves is no longer little.
-      CHECK(double(bound) < (layers_end ? 1.5 : 1.15) * double(peak));
+      CHECK(double(bound) < (layers_end ? 1.6 : 1.15) * double(peak));
       if (method == "snapkv") CHECK(double(bound) < (layers_end ? 0.35 : 1.1) * double(cache->full_bytes(720)));
     }
   }
