@@ -22,7 +22,7 @@ Number parsed_number(const named_setting& given, const std::string& allowed) {
   const char* last = given.value.data() + given.value.size();
   const auto [end, problem] = std::from_chars(given.value.data(), last, value);
   require(end == last && problem == std::errc{}, given.name, "'" + given.value + "'", "a number, " + allowed,
-          "pass a number as text");
+          "pass " + given.name + "=NUMBER");
   return value;
 }
 
@@ -42,12 +42,11 @@ void assign_setting(const named_setting& given, const std::string& allowed, Valu
 
 }  // namespace detail
 
-/// A recipe with what was asked for.
-/// Errors   an unknown parameter; a value that it may not have; parameters that do not fit each other: tessera::error.
-template <class Recipe>
-Recipe recipe_of(const any_cache_request& request) {
-  Recipe recipe;
-  for (const named_setting& given : request.settings) {
+/// Sets parameters of a recipe by name.
+/// Errors   an unknown parameter; a value that it may not have: tessera::error.
+template <class Recipe, class Settings>
+void set_parameters(Recipe& recipe, const Settings& settings) {
+  for (const named_setting& given : settings) {
     bool known = false;
     std::string names;
     Recipe::parameters(recipe, [&](const char* name, auto& value, const auto& allowed, const char* about) {
@@ -58,8 +57,16 @@ Recipe recipe_of(const any_cache_request& request) {
       known = true;
     });
     require(known, "parameter", "'" + given.name + "'", names.empty() ? "none" : names,
-            "pass one that this method has");
+            "pass one that this recipe has");
   }
+}
+
+/// A recipe with what was asked for.
+/// Errors   those of `set_parameters`; parameters that do not fit each other: tessera::error.
+template <class Recipe>
+Recipe recipe_of(const any_cache_request& request) {
+  Recipe recipe;
+  set_parameters(recipe, request.settings);
   if (request.budget) recipe.set_budget(*request.budget);
   recipe.attention.rule = request.rule;
   recipe.check();

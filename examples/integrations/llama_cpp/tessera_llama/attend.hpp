@@ -35,14 +35,10 @@ struct attention_options {
 /// turn. Rows of a batch: each token has one sequence, a sequence's tokens stand together, with positions that go on where it ends.
 class attention final : public graph_observer {
  public:
-  /// Errors   an unknown method; one that reads prompts again; a model that is not read: tessera::error.
+  /// Errors   an unknown method; a model that is not read: tessera::error. The first pass refuses what the method does not take.
   attention(const llama_model* model, attention_options options)
       : graph_observer(model), vocabulary_(llama_model_get_vocab(model)), options_(std::move(options)) {
-    const auto& names = tessera::cache_methods();
-    std::string all;
-    for (const std::string& name : names) all += (all.empty() ? "" : ", ") + name;
-    tessera::require(std::find(names.begin(), names.end(), options_.method) != names.end(), "method",
-                     "'" + options_.method + "'", all, "pass one of these names");
+    tessera::require_cache_method(options_.method);
     tessera::require(options_.threads >= 1, "threads", options_.threads, "at least 1", "pass how many threads attend");
     workers_ = std::make_shared<tessera::cpu::executor>(options_.threads);
   }

@@ -46,16 +46,16 @@ class eviction final : public graph_observer {
   void decode(llama_context* context, const llama_batch& batch, llama_seq_id observed = -1) {
     tokens_.clear();
     require_batch(context, batch);
-    std::map<llama_seq_id, llama_pos> first;  // new position of each sequence
+    std::map<llama_seq_id, llama_pos> first, next;  // new positions of each sequence
     for (int i = 0; i < batch.n_tokens; ++i) {
       const token added{batch.seq_id[i][0], batch.pos[i]};
       const auto found = sequences_.find(added.sequence);
-      llama_pos next = found == sequences_.end() ? added.position : found->second.positions.back() + 1;
-      for (const token& earlier : tokens_)
-        if (earlier.sequence == added.sequence) next = earlier.position + 1;
-      tessera::require(added.position == next, "position of a token of sequence " + std::to_string(added.sequence),
-                       added.position, std::to_string(next), "positions go on one by one");
-      first.emplace(added.sequence, added.position);
+      if (first.emplace(added.sequence, added.position).second)
+        next[added.sequence] = found == sequences_.end() ? added.position : found->second.positions.back() + 1;
+      llama_pos& expected = next[added.sequence];
+      tessera::require(added.position == expected, "position of a token of sequence " + std::to_string(added.sequence),
+                       added.position, std::to_string(expected), "positions go on one by one");
+      ++expected;
       tokens_.push_back(added);
     }
     observed_ = observed;

@@ -25,7 +25,8 @@ class TesseraCache(transformers.Cache):
     method:      a name of tessera_torch.methods(), or a Policy
     budget:      what the method keeps, or reads in a step, of each kv_head: tokens, or a share of the conversation's as a float, or
                  a list of such, one for each row; None: the method's default
-    max_length:  most tokens of a conversation; CUDA takes memory for them, the CPU as they come (None: the model's)
+    max_length:  most tokens of a conversation; CUDA takes memory for them, or for less where the first prompt comes in one call; the CPU
+                 as they come (None: the model's)
     draft_tokens: of a draft that a step may check, 0 to 7; CUDA takes scratch memory for them, the CPU takes 7. None: 7 if generate
                  with an assistant or prompt lookup makes the first call, else 0
     profile:     what was found once for the heads of this model, for a method that goes by it: the file of `tessera calibrate`

@@ -16,6 +16,9 @@ TESSERA_NAMESPACE_BEGIN
 std::unique_ptr<any_cache> make_cache(const std::string& method, const std::string& element, index_t dim,
                                       const any_cache_request& request, std::shared_ptr<cpu::executor> workers);
 
+/// Errors   a method that tessera::any does not have: tessera::error, with the names of those that it has.
+void require_cache_method(const std::string& method);
+
 /// The names of the methods that tessera::any has, in alphabetical order.
 const host_vector<std::string>& cache_methods();
 

@@ -10,6 +10,7 @@
 #include <tessera/backend/cpu/kernel/executor.hpp>
 #include <tessera/core/logit_rule.hpp>
 #include <tessera/core/model_shape.hpp>
+#include <tessera/runtime/any_cache.hpp>
 #include <tessera/runtime/turn/sequence_options.hpp>
 #include <vector>
 
@@ -30,10 +31,6 @@ struct tensor_rows {
   }
 };
 
-struct setting {
-  std::string name, value;
-};
-
 /// Where a cache on a GPU takes memory from: what tessera::cuda::allocate_from is given. Null functions: the library's own.
 struct device_memory {
   void* (*take)(void* context, std::size_t bytes) = nullptr;
@@ -49,7 +46,7 @@ struct cache_request {
   tessera::model_shape shape;
   tessera::logit_rule rule;
   std::optional<index_t> budget;
-  std::vector<setting> settings;
+  std::vector<tessera::named_setting> settings;
   std::shared_ptr<const std::vector<double>>
       table;  ///< a number for each head of the model, for budgets by such; or null
   std::shared_ptr<tessera::cpu::executor> workers;

@@ -25,7 +25,7 @@ class cpu_cache final : public any_cache {
               const tensor_rows& out, text_flags boundaries, bool is_last, void*) override {
     cache_.prefill(layer, id, q.as<const T>(), k.as<const T>(), v.as<const T>(), boundaries);
     cache_.prefill_attention(layer, id, q.as<const T>(), out.as<float>());
-    if (is_last && drops_by_layer<Recipe>) end_where_it_can([&] { cache_.end_layer(layer, id); });
+    if (is_last && drops_by_layer<Recipe>) end_if_possible([&] { cache_.end_layer(layer, id); });
   }
   void reread([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id, [[maybe_unused]] index_t first,
               [[maybe_unused]] index_t count, [[maybe_unused]] const tensor_rows& q,

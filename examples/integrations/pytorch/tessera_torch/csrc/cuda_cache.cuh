@@ -37,7 +37,7 @@ class cuda_cache final : public any_cache {
     if (layer == 0 && !ends) cache_.reserve(id, k.tokens, at(stream));
     cache_.prefill(layer, id, q.as<const T>(), k.as<const T>(), v.as<const T>(), at(stream), boundaries);
     cache_.prefill_attention(layer, id, q.as<const T>(), out.as<T>(), {}, at(stream));
-    if (ends) end_where_it_can([&] { cache_.end_layer(layer, id, at(stream)); });
+    if (ends) end_if_possible([&] { cache_.end_layer(layer, id, at(stream)); });
   }
   void reread([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id, [[maybe_unused]] index_t first,
               [[maybe_unused]] index_t count, [[maybe_unused]] const tensor_rows& q,

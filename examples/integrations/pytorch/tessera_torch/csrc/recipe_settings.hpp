@@ -2,13 +2,13 @@
 #pragma once
 
 #include <algorithm>
-#include <charconv>
 #include <iterator>
 #include <sstream>
 #include <tessera/budget/two_stage.hpp>
 #include <tessera/core/parameters.hpp>
 #include <tessera/core/plan/share_table.hpp>
 #include <tessera/planned.hpp>
+#include <tessera/runtime/settings.hpp>
 #include <type_traits>
 
 #include "any_cache.hpp"
@@ -22,40 +22,14 @@ template <class Recipe>
 inline constexpr bool drops_by_layer =
     tessera::chooses_by_layer<Recipe> && Recipe::retain_type::drops && !Recipe::retain_type::rereads;
 
-/// Ends a prompt in one layer, which has its rows already. What cannot be chosen there, end_prompt says when every layer has them.
+/// Ends a prompt in one layer, which has the prompt's rows already. Where the layer cannot choose, `end_prompt` says why, once every
+/// layer has the rows.
 template <class Call>
-void end_where_it_can(const Call& call) {
+void end_if_possible(const Call& call) {
   try {
     call();
   } catch (const tessera::error&) {
   }
-}
-
-template <class Number>
-Number parsed(const setting& given, const std::string& allowed) {
-  Number value{};
-  const char* last = given.value.data() + given.value.size();
-  const auto [end, problem] = std::from_chars(given.value.data(), last, value);
-  tessera::require(end == last && problem == std::errc{}, given.name, "'" + given.value + "'", "a number, " + allowed,
-                   "pass " + given.name + "=NUMBER");
-  return value;
-}
-
-inline void assign(const setting& given, const std::string& allowed, index_t& to) {
-  to = parsed<index_t>(given, allowed);
-}
-inline void assign(const setting& given, const std::string& allowed, float& to) { to = parsed<float>(given, allowed); }
-inline void assign(const setting& given, const std::string& allowed, split_factor& to) {
-  to = given.value == "adaptive" ? split_factor() : split_factor(parsed<double>(given, allowed));
-}
-
-/// A word of an enumeration.
-template <class Word>
-requires std::is_enum_v<Word> void assign(const setting& given, const std::string& allowed, Word& to) {
-  const auto words = tessera::words_of(allowed);
-  const auto found = std::find(words.begin(), words.end(), given.value);
-  tessera::require(found != words.end(), given.name, "'" + given.value + "'", allowed, "pass one of these as a string");
-  to = Word(found - words.begin());
 }
 
 template <class Value>
@@ -102,18 +76,7 @@ void give_table(Recipe& recipe, const cache_request& request) {
 template <class Recipe>
 Recipe requested(const cache_request& request) {
   Recipe recipe;
-  for (const setting& given : request.settings) {
-    bool known = false;
-    std::string names;
-    Recipe::parameters(recipe, [&](const char* name, auto& value, const auto& allowed, const char* about) {
-      names += (names.empty() ? "" : ", ") + std::string(name);
-      if (given.name != name) return;
-      assign(given, allowed.text(), value);
-      allowed.check(name, value, std::string("it means: ") + about);
-      known = true;
-    });
-    tessera::require(known, "parameter", "'" + given.name + "'", names, "pass one that this recipe has");
-  }
+  tessera::set_parameters(recipe, request.settings);
   if (request.budget) recipe.set_budget(*request.budget);
   if (request.table) give_table(recipe, request);
   recipe.attention.rule = request.rule;
