@@ -185,7 +185,7 @@ struct retain_all : first_stage_facts<> {
   static std::string observer() { return ""; }
   void check() const {}
   void check_model(index_t, index_t) const {}
-  stage_plan plan(index_t prompt) const { return {prompt, prompt, prompt}; }
+  stage_plan plan(index_t prompt) const { return {prompt, prompt, prompt, 1, prompt}; }
   stage_plan plan_unchecked(index_t prompt) const { return plan(prompt); }
   retain_all planned(const stage_plan&) const { return {}; }
   template <class Self, class Visit>

@@ -197,3 +197,36 @@ TEST_CASE("an item that its sequence cannot take is refused, and no other one ha
   step.begins[1] = 4;
   CHECK_THROWS_WITH(kv.decode(0, step, chunk.q(0), chunk.k(0), chunk.v(0), chunk.out(0)), contains("step is changed"));
 }
+
+TEST_CASE("shares are what they were before a chunk that is taken back") {
+  rng random(47);
+  packed_rows_of_layers rows(random, 100);
+  quest<fp32, dim> recipe;
+  recipe.set_budget(64);
+  cache<quest<fp32, dim>> held(shape, recipe, std::make_shared<cpu::executor>(1));
+  const index_t id = held.open({.budget = {.share = 0.5}});
+  const auto chunk = [&](index_t tokens) {
+    for (index_t layer = 0; layer < shape.layers; ++layer)
+      held.prefill(layer, id, part(rows.q(layer), 0, tokens), part(rows.k(layer), 0, tokens),
+                   part(rows.v(layer), 0, tokens));
+  };
+  const auto comes_back = [&](index_t read) {
+    CAPTURE(read);
+    CHECK(held.plan(id).read == read);
+    chunk(7);
+    held.truncate(id, held.next_position(id) - 7);
+    CHECK(held.plan(id).read == read);
+  };
+  chunk(100);
+  held.end_prefill(id);
+  comes_back(25);  // half of the budget, which is half of 100 tokens
+  held.set_budget(80);
+  comes_back(25);
+  for (index_t made = 0; made < 20; ++made) {
+    const batch step = held.prepare_step({id}, 1);
+    for (index_t layer = 0; layer < shape.layers; ++layer)
+      held.decode(layer, step, part(rows.q(layer), 0, 1), part(rows.k(layer), 0, 1), part(rows.v(layer), 0, 1),
+                  part(rows.out(layer), 0, 1));
+  }
+  comes_back(30);
+}

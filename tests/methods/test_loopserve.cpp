@@ -102,6 +102,7 @@ TEST_CASE("a prompt's rows attend its chunk's lines, chosen anew in every chunk 
     tessera::loopserve_prefill<tessera::fp32, dim> recipe;
     recipe.prefill.alpha = random.pick({0.4f, 0.9f, 1.0f});
     recipe.prefill.rows = random.pick({3, 48});
+    recipe.prefill.dense_rows = random.pick({0, 1, 16, 300});
     recipe.dense_layers = random.chance(0.3) ? 1 : 0;
     talk now(recipe, data);
     for (const index_t turn : {130, 1, 70}) {
@@ -114,7 +115,8 @@ TEST_CASE("a prompt's rows attend its chunk's lines, chosen anew in every chunk 
           const bool dense = layer < recipe.dense_layers;
           REQUIRE(lines.heads.size() == (dense ? 0u : 4u));
           if (!dense) {
-            REQUIRE((lines.first == first && lines.next == now.next && lines.dense_from == now.next));
+            REQUIRE((lines.first == first && lines.next == now.next));
+            REQUIRE(lines.dense_from == now.next - std::min(recipe.prefill.dense_rows, tokens));
             REQUIRE(index_t(lines.rows.size()) == std::min(recipe.prefill.rows, tokens));
             REQUIRE(lines.rows == now.cache.lines(shape.layers - 1, now.id).rows);  // the same in every layer
           }
@@ -125,7 +127,8 @@ TEST_CASE("a prompt's rows attend its chunk's lines, chosen anew in every chunk 
                 const auto holds = [](const std::vector<index_t>& list, index_t x) {
                   return std::binary_search(list.begin(), list.end(), x);
                 };
-                if (dense || recipe.prefill.alpha == 1 || holds(lines.heads[std::size_t(h)].vertical, at) ||
+                if (dense || recipe.prefill.alpha == 1 || t >= tokens - recipe.prefill.dense_rows ||
+                    holds(lines.heads[std::size_t(h)].vertical, at) ||
                     holds(lines.heads[std::size_t(h)].slash, first + t - at))
                   read.push_back(at);
               }

@@ -14,12 +14,14 @@ enum class row_sampling { even, random };
 
 /// Samples `rows` rows of each chunk and takes lines, the best for their length first, until they carry the share
 /// `alpha` of the sampled rows' attention. The nearest 64 slash lines and the first 4 columns are always taken; with
-/// alpha 1 everything is.
+/// alpha 1 everything is. The chunk's last `dense_rows` rows attend everything: the answer begins with what they see,
+/// and the share that lines may leave out is more than the weight of one sampled row.
 ///
 /// The rows are evenly spaced and end with the newest, where a question often stands; with `sampling` random they
 /// follow from `seed` and the chunk's position. They are the same for all heads and layers. A chunk of at most `rows`
 /// rows is looked at whole. A prompt in one chunk thus has one sample; one in several chunks has `rows` rows of each,
-/// since lines are chosen by rows that attend them. Nothing is promised of what rows that were not sampled look at.
+/// since lines are chosen by rows that attend them. Nothing is promised of what other rows look at, unless they are
+/// dense.
 /// Tokens of earlier turns are keys here, never rows.
 /// Errors   alpha outside (0, 1], no rows, a seed out of range: tessera::error.
 /// Cost     one pass over K for `rows` rows of each query head, and memory for their attention; then lines *
@@ -27,7 +29,8 @@ enum class row_sampling { even, random };
 /// Paper    Li et al., LoopServe, arXiv:2507.13681, Sec. 5.1 ("uniformly sampling") and Algorithm 5 (random rows, of
 ///          which nearly none is a question's). Differs: `coverage` counts what lines cover exactly where the paper has
 ///          bounds, and starts from the forced lines, which the paper lacks (a row that was not sampled must see
-///          something); causal; a slash line is a distance in positions, so blocks may be rectangular.
+///          something); dense rows (`algorithm` paper with `dense_rows` 0: as published); causal; a slash line is a
+///          distance in positions, so blocks may be rectangular.
 struct covering_lines {
   static constexpr const char* name = "covering_lines";
   static constexpr bool chooses_lines = true;
@@ -40,6 +43,7 @@ struct covering_lines {
   float alpha = 0.955f;
   index_t rows = 48;
   index_t seed = 0;
+  index_t dense_rows = 16;
   line_search algorithm = line_search::coverage;
   row_sampling sampling = row_sampling::even;
 
@@ -91,6 +95,8 @@ struct covering_lines {
     visit("sampling", self.sampling, one_word_of{"even or random"},
           "which rows: evenly spaced with the newest among them, or drawn by the seed");
     visit("seed", self.seed, value_range{0, max_tokens}, "another seed, other random rows");
+    visit("dense_rows", self.dense_rows, value_range{0, max_tokens},
+          "last rows of a prompt chunk that attend everything");
     visit("algorithm", self.algorithm, one_word_of{"coverage or paper"},
           "how lines are found: by this library's search, exact on the sample, or as published");
   }

@@ -20,6 +20,7 @@ struct called_method {
   bool by_layer = false;       ///< a layer chooses when its prompt ends
   bool segments = false;       ///< prompts come with the boundaries of segments
   bool step_segments = false;  ///< and steps
+  bool packs = false;          ///< a prompt's first chunk packs rows of earlier steps, which settles them: the device's
   bool searches = false;       ///< rows are replaced when a search is over, for which every step gives time
 };
 

@@ -85,7 +85,7 @@ class TesseraCache(transformers.Cache):
         self._began = 0         # columns when the prompt began that has not ended
         self._ended = 0         # columns when the last prompt ended
         self._is_cut = False    # a prompt that had ended was cut: the next call is a prompt's
-        self._rehearsal = None  # of a call with a draft: see drafts.py
+        self._rehearsal = self._recorded = None  # of a call with a draft: see drafts.py
         self.memory_of = None   # another object whenever what a captured step would read has moved
 
     # --- what transformers asks -----------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class TesseraCache(transformers.Cache):
         """An independent copy: answer several questions about one prompt, or keep a state to go back to."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
-        twin.layers = twin._layers()
+        twin.layers, twin._recorded = twin._layers(), None
         if self._handle is not None:
             twin._own(self._operators.clone(self._handle))
             twin._turn = copy.deepcopy(self._turn)
@@ -160,6 +160,8 @@ class TesseraCache(transformers.Cache):
                 out = self._rows.back(out)
             else:
                 out = self._operators.step(self._handle, layer, q, k, v)
+                if self._recorded is not None:
+                    self._recorded.note(layer, self._flags, q, k, v)
         except ValueError:
             if layer == 0:
                 self._next_layer = 0  # the library checks before it changes anything
@@ -188,6 +190,8 @@ class TesseraCache(transformers.Cache):
         self._check_length(self.tokens + tokens)
         request = generation.request_for(self)
         draft = None if request is None else request.draft
+        if self._rehearsal is None:
+            self._recorded = None  # whoever goes on takes the whole draft
         if request is not None and self._rehearsal is None:
             opening.check(self, request, q)
             if draft is not None and not drafts.is_step(self, draft, tokens):
@@ -253,12 +257,14 @@ class TesseraCache(transformers.Cache):
 
     @property
     def takes_back(self):
-        """Whether tokens of an answer can be taken back under the method: see crop."""
+        """Whether tokens of an answer can be taken back at any time under the method, and not only those of a draft: see crop."""
         return self._operators.fact(str(self._path or build.library(self.method, torch.float32, 64)), "takes_back")
 
     def crop(self, tokens):
         """Takes back the newest -tokens columns of the batch; above 0, all but so many (transformers 4). What follows has the bits
-        of a cache that never had them. Errors: ValueError where the method has settled one of them."""
+        of a cache that never had them. Errors: ValueError where the method has settled one of them: under one that chooses in every step all
+        but a draft's that generate has just checked."""
+        tokens = int(tokens)  # a tensor, of some versions of transformers
         drafts.crop(self, -tokens if tokens <= 0 else max(0, self.tokens - tokens))
 
     def _own(self, handle):
@@ -301,6 +307,7 @@ class TesseraCache(transformers.Cache):
             raise ValueError(f"shape of a step's tokens is {tuple(tokens.shape)}; expected {(self._made_for[2], 1)}; "
                              "make a cache for each batch")
         self._check_length(self.tokens + 1)
+        self._recorded = None
         self._make_room(1)
         self.end_prompt()
         self._operators.prepare_step(self._handle, self._like, self._marks(tokens.cpu()) if self._marks else None)

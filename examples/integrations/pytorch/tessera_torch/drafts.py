@@ -1,12 +1,14 @@
 """Drafts of assisted generation and of prompt lookup: calls that check one, and tokens that are taken back."""
+import weakref
+
 import torch
 
 from .generation import STEP_TOKENS
 
 
 def longest_step(cache):
-    """Tokens of a step that checks a draft. Tokens of one step share the choice of what it reads: where there is one, they go alone."""
-    return 1 if cache._operators.fact(str(cache._path), "retrieves") else STEP_TOKENS
+    """Tokens of a step that checks a draft. Tokens of one step share a choice of what it reads or of what stays: then they go alone."""
+    return 1 if cache._operators.fact(str(cache._path), "retrieves") or not cache.takes_back else STEP_TOKENS
 
 
 def is_step(cache, draft, tokens):
@@ -16,6 +18,7 @@ def is_step(cache, draft, tokens):
 
 def crop(cache, removed):
     """Takes back the newest `removed` columns of the batch."""
+    recorded, cache._recorded = cache._recorded, None
     if removed == 0 or cache._handle is None:
         return
     if cache._next_layer != 0:
@@ -26,6 +29,10 @@ def crop(cache, removed):
         raise ValueError(f"tokens to take back are {removed}; expected at most {cache.tokens}; call reset() for an empty cache")
     padding = cache._padding
     known = 0 if padding is None else padding.shape[1]
+    if recorded is not None and recorded.begin <= left:
+        recorded.go_back(left - recorded.begin)
+        _note(cache, left, removed)
+        return
     empty = (~padding[:, left:]).sum(-1).tolist() if left < known else [0] * cache.sequences
     counts = [removed - columns for columns in empty]
     prompt_is_gone = cache._in_prompt and left == cache._began
@@ -36,18 +43,52 @@ def crop(cache, removed):
         cache._in_prompt = not prompt_is_gone
     else:
         cache._is_cut = cache._is_cut or left < cache._ended
-    if left < known:
-        cache._padding = padding[:, :left]
+    _note(cache, left, removed)
+
+
+def _note(cache, left, removed):
+    """The cache has `left` columns, `removed` fewer than before."""
+    if cache._padding is not None:
+        cache._padding = cache._padding[:, :left]
     cache.tokens = left
     if cache._room is not None:
         cache._room += removed
+
+
+class Recorded:
+    """The steps of a draft under a method that chooses in every step: what they drop cannot be brought back. So a copy of the cache
+    waits from before them, and q, k and v of every step. go_back puts the copy in the cache's place and takes the accepted steps once
+    more, without the model: the bits of a cache that never had the draft. Memory: the cache's once more, until the draft is judged."""
+
+    def __init__(self, cache):
+        handle = cache._operators.clone(cache._handle)
+        self._handle, self._free = handle, weakref.finalize(self, cache._operators.destroy, handle.item())
+        self._cache, self._steps = weakref.proxy(cache), []  # of each step what its tokens end, and rows by layer
+        self.begin = cache.tokens
+
+    def note(self, layer, flags, *rows):
+        if layer == 0:
+            self._steps.append((flags, []))
+        self._steps[-1][1].append(rows)
+
+    def go_back(self, accepted):
+        cache, operators, like = self._cache, self._cache._operators, self._cache._like
+        self._free.detach()  # the handle is the cache's now
+        cache._free()
+        cache._own(self._handle)
+        for flags, layers in self._steps[:accepted]:
+            operators.prepare_step(self._handle, like, flags)
+            operators.begin_step(self._handle, like)
+            for layer, rows in enumerate(layers):
+                operators.step(self._handle, layer, *rows)
 
 
 class Rehearsal:
     """A call that checks a draft and cannot be one step: a prompt with a draft behind it, or a long draft.
 
     It runs in parts, as calls of the model within the call: the prompt, which then ends, and steps. The call itself gives what they
-    gave; of the prompt, its last token's. So a prompt that comes with a draft is computed twice.
+    gave; of the prompt, its last token's. So a prompt that comes with a draft is computed twice. Where a method chooses in every step
+    the draft's are recorded.
     """
 
     def __init__(self, cache):
@@ -69,6 +110,9 @@ class Rehearsal:
         try:
             for first, last in zip(ends, ends[1:]):
                 self.is_step = first > known or not has_prompt
+                if cache._recorded is None and first >= tokens - draft.tokens and not cache.takes_back:
+                    cache.end_prompt()
+                    cache._recorded = Recorded(cache)
                 self._wanted = last - first if self.is_step else 1
                 cache._text = None if text is None else text[:, first:last]
                 columns = {key: given[key][:, first:last] for key in ("input_ids", "inputs_embeds", "position_ids")
@@ -77,7 +121,7 @@ class Rehearsal:
                     columns["attention_mask"] = given["attention_mask"][:, :stored + last - known]
                 model.base_model(**columns, use_cache=True, **{name: cache})
         except BaseException:
-            cache._rehearsal = None
+            cache._rehearsal = cache._recorded = None
             if cache.tokens > stored:
                 cache.fail_step()  # a part is stored
             raise

@@ -11,11 +11,6 @@ def refuse(what):
                               "sequence cannot be given to another or brought back; sample, or decode greedily")
 
 
-def refuse_going_back(what):
-    raise NotImplementedError(f"{what} is not possible with this method: it chooses in every step, and what it has dropped cannot be "
-                              "brought back; take a method that drops when a prompt ends, or decode greedily")
-
-
 class Handed:
     """A layer's new keys, and whose they are. The attention "tessera" alone may read them: what is stored is in the cache.
 
@@ -50,6 +45,7 @@ class Layer(CacheLayerMixin):
 
     is_compileable = False  # transformers would compile the model over tensors that the layer does not have
     supports_early_init = False
+    is_croppable = True  # what a draft brought, under every method; more where TesseraCache.takes_back
 
     def __init__(self, cache, sliding):  # the base's attributes are answers here
         self._cache = weakref.ref(cache)
@@ -64,10 +60,6 @@ class Layer(CacheLayerMixin):
     @property
     def is_initialized(self):
         return self.get_seq_length() > 0
-
-    @property
-    def is_croppable(self):
-        return self._cache().takes_back
 
     @property
     def keys(self):

@@ -5,7 +5,7 @@ import torch
 
 from . import build, generation, rereading
 from .facts import rope
-from .layers import refuse, refuse_going_back
+from .layers import refuse
 from .rows import budgets_by_row
 
 ROOM = 1024  # tokens behind a first prompt that there is memory for, where nobody says how many will come
@@ -15,7 +15,6 @@ def check(cache, request, q):
     """Before anything is stored: whether generate will come to its end with this cache."""
     if request.draft is not None:
         cache._path = build.library(cache.method, q.dtype, q.shape[-1], q.device.type)
-        cache.takes_back or refuse_going_back("assisted generation")
     elif request.mode not in generation.ONE_BY_ONE:
         refuse(request.mode.value.replace("_", " "))
     if request.needs:

@@ -1,4 +1,6 @@
 """Tokens that are taken back: drafts of generate, and crop."""
+import copy
+
 import pytest
 import torch
 import transformers
@@ -14,7 +16,7 @@ def cache_of(model, method, **more):
     return TesseraCache(model.config, method, **({} if method == "full" else dict(budget=40)), **more)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", (*METHODS, "h2o"))
 def test_drafts_give_greedy_answers(method):
     model, ids = small_model(), tokens(20).repeat(1, 4)
     small = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**SIZES, "vocab_size": 128}),
@@ -33,6 +35,23 @@ def test_drafts_give_greedy_answers(method):
             assert cache.get_seq_length() == got.shape[1] - 1
 
 
+@pytest.mark.parametrize("method", ("h2o", "loopserve", "streaming_llm", "tova"))
+def test_a_draft_leaves_nothing_where_a_method_chooses_in_every_step(method):
+    model, ids, token = small_model(), tokens(20).repeat(1, 4), tokens(1)
+    plain, drafted = cache_of(model, method), cache_of(model, method)
+    for cache, options in ((plain, {}), (drafted, dict(prompt_lookup_num_tokens=5))):
+        out = model.generate(ids, past_key_values=cache, **ASKED, **options)
+    with torch.no_grad():
+        last = [model(out[:, cache.get_seq_length():out.shape[1]], past_key_values=cache).logits for cache in (plain, drafted)]
+        wrong = copy.deepcopy(drafted)
+        with pytest.raises(ValueError, match="^tokens to take back is 1; expected 0 to 0: the method has settled the others; "):
+            wrong.crop(-1)
+        logits = [model(token, past_key_values=cache).logits for cache in (plain, drafted, wrong)]
+    assert torch.equal(*last) and torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+    assert [[head.tolist() for head in row] for row in plain.kept_positions(1)] == \
+           [[head.tolist() for head in row] for row in drafted.kept_positions(1)]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_what_follows_a_crop_has_the_bits_of_a_cache_that_never_had_the_tokens(method):
     model, prompt, answer, other = small_model(), tokens(70, 2), tokens(6, 2), tokens(5, 2)
@@ -44,8 +63,8 @@ def test_what_follows_a_crop_has_the_bits_of_a_cache_that_never_had_the_tokens(m
                 model(token, past_key_values=one)
         for token in other.split(1, dim=1):
             model(token, past_key_values=cache)
-        cache.crop(-3), cache.crop(-2), cache.crop(0)
-        assert cache.get_seq_length() == plain.get_seq_length() == 76
+        cache.crop(-3), cache.crop(torch.tensor(-2)), cache.crop(0)
+        assert cache.get_seq_length() == plain.get_seq_length() == 76 and type(cache.get_seq_length()) is int
         again, want = (model(answer[:, :1], past_key_values=one).logits for one in (cache, plain))
     assert torch.equal(again, want)
     assert [[head.tolist() for head in row] for row in cache.kept_positions(1)] == \

@@ -5,6 +5,8 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
+#include <functional>
 #include <memory>
 #include <numeric>
 #include <stdexcept>
@@ -188,4 +190,110 @@ TEST_CASE("an executor that gets fewer threads than it asks for works with those
     CHECK((code == 0 || code == 77));
   }
   CHECK(cpu::executor(3).refused() == 0);
+}
+
+namespace {
+
+// Threads of an engine that runs every operation on the first `threads` of them at once, as ggml does.
+class engine {
+ public:
+  explicit engine(int count) : left_(count) {
+    for (int ith = 0; ith < count; ++ith) threads_.emplace_back([this, ith] { live(ith); });
+  }
+  ~engine() {
+    start([](int, int) {}, 0);
+    for (std::thread& one : threads_) one.join();
+  }
+  void run(const std::function<void(int, int)>& operation, int threads) {
+    start(operation, threads);
+    while (left_.load() < int(threads_.size())) std::this_thread::yield();
+  }
+
+ private:
+  void start(std::function<void(int, int)> operation, int threads) {
+    operation_ = std::move(operation), nth_ = threads;
+    left_ = 0;
+    ++round_;
+  }
+  void live(int ith) {
+    for (int seen = 0;;) {
+      while (round_.load() == seen) std::this_thread::yield();
+      seen = round_.load();
+      const int nth = nth_;
+      if (ith < nth) operation_(ith, nth);
+      ++left_;
+      if (nth == 0) return;
+    }
+  }
+
+  std::vector<std::thread> threads_;
+  std::function<void(int, int)> operation_;
+  int nth_ = 0;
+  std::atomic<int> round_{0}, left_;
+};
+
+}  // namespace
+
+TEST_CASE("an executor works on the threads of an engine, in its operations alone") {
+  cpu::executor workers(cpu::engine_threads, 4);
+  REQUIRE(workers.threads() == 4);
+  engine runs(4);
+  std::atomic<int> wrong{0};
+  std::atomic<bool> helped{false};
+  runs.run(
+      [&](int ith, int nth) {
+        if (ith > 0) return workers.serve(ith);
+        const cpu::executor::operation all(workers, nth);
+        workers.for_each(100, [&](index_t, int worker) {
+          if (worker > 0) helped = true;
+          while (!helped) std::this_thread::yield();  // the caller leaves some
+        });
+      },
+      2);
+  for (index_t round = 0; round < support::scaled(300); ++round) {
+    const int threads = 1 + int(round % 4), calls = int(round % 3);
+    runs.run(
+        [&](int ith, int nth) {
+          if (ith > 0) {
+            if (round % 7 == 0 && ith == 1) std::this_thread::sleep_for(std::chrono::microseconds(300));
+            return workers.serve(ith);
+          }
+          const cpu::executor::operation all(workers, nth);
+          for (int call = 0; call < calls; ++call) {
+            std::vector<std::atomic<int>> seen(50);
+            std::atomic<int> strangers{0};
+            const auto body = [&](index_t item, int worker) {
+              ++seen[std::size_t(item)];
+              strangers += worker < 0 || worker >= nth;
+              std::this_thread::yield();
+              if (call == 1 && item == 17) throw std::runtime_error("item 17");
+            };
+            try {
+              workers.for_each(50, body);
+              wrong += call == 1;
+            } catch (const std::runtime_error&) {
+              wrong += call != 1;
+            }
+            for (const auto& times : seen) wrong += times != 1;
+            wrong += strangers;
+          }
+        },
+        threads);
+    int alone = 0;  // outside of an operation
+    workers.for_each(20, [&](index_t, int worker) { alone += worker == 0; });
+    REQUIRE(alone == 20);
+  }
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("an executor of an engine's threads says what they must be") {
+  CHECK_THROWS_WITH(cpu::executor(cpu::engine_threads, 0),
+                    contains("threads of the engine is 0; expected at least 1; "));
+  cpu::executor workers(cpu::engine_threads, 3), own(2);
+  CHECK_THROWS_WITH(workers.serve(0), contains("number of a thread that serves is 0; expected 1 to 2 "));
+  CHECK_THROWS_WITH(workers.serve(3), contains("number of a thread that serves is 3; expected 1 to 2 "));
+  CHECK_THROWS_WITH(own.serve(1), contains("number of a thread that serves is 1; expected "));
+  CHECK_THROWS_WITH(cpu::executor::operation(workers, 4), contains("threads of an operation is 4; expected 1 to 3; "));
+  CHECK_THROWS_WITH(cpu::executor::operation(own, 2),
+                    contains("threads of the executor is its own; expected an engine's; "));
 }

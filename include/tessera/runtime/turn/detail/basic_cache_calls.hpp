@@ -71,7 +71,7 @@ void basic_cache<Recipe, Backend>::carry_out(index_t id, const truncation& plan,
   if (plan.tokens == 0) return;
   backend_.truncate(id, plan, conversations_.sequence(id), queue);
   conversations_.truncate(id, plan);
-  if (!plan.is_of_prompt) conversations_.follow_shares(recipe_, id, 0);
+  if (plan.withdraws || !plan.is_of_prompt) conversations_.follow_shares(recipe_, id, 0);
 }
 
 template <class Recipe, class Backend>

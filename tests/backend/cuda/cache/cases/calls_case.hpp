@@ -148,6 +148,7 @@ requires runs_on_devices<Method> called_on_both on_both() {
   method.known.accumulates = retain_type::observed == observes::every_query;
   method.known.filters = retain_type::chooses && !retain_type::drops;
   method.known.by_layer = chooses_by_layer<Method>;
+  method.known.packs = packing_layout<typename Method::layout_type>;
   method.known.segments = Method::needs_segments;
   method.known.step_segments = Method::needs_step_segments;
   if constexpr (retrieve_type::retrieves) method.known.exact = !retrieve_type::estimates && !retain_type::plans;
