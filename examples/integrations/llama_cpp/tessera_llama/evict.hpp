@@ -5,10 +5,11 @@
 #include <functional>
 #include <map>
 #include <numeric>
+#include <utility>
 
-#include <tessera/backend/cpu/choose/score_and_choose.hpp>
+#include <tessera/backend/cpu/choose/model_scores.hpp>
 #include <tessera/budget/uniform.hpp>
-#include <tessera/scope/per_layer.hpp>
+#include <tessera/scope/per_head.hpp>
 #include <tessera/scorer/observation_window.hpp>
 #include <tessera/selector/top_tokens.hpp>
 #include <tessera/stages.hpp>
@@ -17,7 +18,7 @@
 
 namespace tessera_llama {
 
-/// How tokens are scored: as SnapKV, by the prompt's last queries, added up over all heads and layers.
+/// How tokens are scored: as SnapKV, by the prompt's last queries, added up over all heads and layers, and pooled then.
 struct eviction_options {
   index_t window = 32;  ///< newest tokens of the prompt, whose queries score and which always stay
   index_t pool = 7;     ///< max-pooling over tokens; 1: none
@@ -87,7 +88,7 @@ class eviction final : public graph_observer {
       of.positions.push_back(tokens_[i].position);
       if (of.knows_cells) of.cells.push_back(cells()[i]);
     }
-    if (observed >= 0) sequences_[observed].scores = std::move(total_);
+    if (observed >= 0) sequences_[observed].scores = std::exchange(total_, {});
   }
 
   /// Frees the cells of all tokens of a sequence but `keep`: the window, and of the others those with the best scores. Returns the
@@ -96,17 +97,17 @@ class eviction final : public graph_observer {
     const auto found = sequences_.find(id);
     const index_t n = found == sequences_.end() ? 0 : index_t(found->second.positions.size());
     const index_t window = std::min(options_.window, n);
-    tessera::require(n > 0 && index_t(found->second.scores.size()) == n, "scores of sequence " + std::to_string(id),
-                     "missing", "those of its prompt's end",
+    tessera::require(n > 0 && found->second.scores.layers() > 0 && found->second.scores.tokens() == n,
+                     "scores of sequence " + std::to_string(id), "missing", "those of its prompt's end",
                      "pass the sequence to the decode of the prompt's last chunk");
     tessera::require(keep >= window, "tokens to keep", keep, "at least the window, which is " + std::to_string(window),
                      "keep more, or take a smaller window");
     state& of = found->second;
-    std::vector<index_t> kept(std::size_t(std::min(keep, n)));
-    tessera::top_k_scratch scratch;
-    kept.resize(std::size_t(tessera::top_tokens{}.select(of.scores.data(), n, window, keep, kept.data(), scratch)));
+    tessera::selection kept;
+    tessera::cpu::retain_workspace scratch;
+    of.scores.choose(policy_of(window, keep), kept, scratch);
     std::vector<llama_pos> left;
-    for (const index_t slot : kept) left.push_back(of.positions[std::size_t(slot)]);
+    for (index_t i = 0; i < kept.counts[0]; ++i) left.push_back(of.positions[std::size_t(kept.row(0)[i])]);
     if (index_t(left.size()) < n) keep_positions(context, id, left);
     return left;
   }
@@ -133,7 +134,7 @@ class eviction final : public graph_observer {
     llama_state_seq_get_data(context, state_bytes.data(), state_bytes.size(), id);
     llama_memory_seq_rm(memory, id, -1, -1);
     const bool restored = llama_state_seq_set_data(context, state_bytes.data(), state_bytes.size(), id) > 0;
-    of.positions = left, of.scores.clear(), of.cells.clear();
+    of.positions = left, of.scores = {}, of.cells.clear();
     of.knows_cells = false, of.by_cell = std::move(by_cell);
     if (!restored) forget(context, id);
     tessera::require(restored, "state of the sequence", "not taken back by llama.cpp", "taken",
@@ -159,9 +160,9 @@ class eviction final : public graph_observer {
     llama_pos position;
   };
   struct state {
-    std::vector<llama_pos> positions;  // ascending
-    std::vector<std::int64_t> cells;   // of these positions
-    std::vector<float> scores;         // of these positions, the window's 0; empty: none
+    std::vector<llama_pos> positions;     // ascending
+    std::vector<std::int64_t> cells;      // of these positions
+    tessera::cpu::model_scores<> scores;  // of these positions; no layer: none
     bool knows_cells = true;
     std::vector<llama_pos> by_cell;  // positions in the order of their cells, where these are not known
   };
@@ -242,7 +243,7 @@ class eviction final : public graph_observer {
     slots_.clear();
     for (const std::int64_t cell : of.cells) slots_.push_back(index_t(cell));
     for (index_t i = 0; i < rows_; ++i) slots_.push_back(index_t(cells()[std::size_t(first_row_ + i)]));
-    total_.assign(slots_.size(), 0.0f);
+    total_.begin(index_t(slots_.size()));
   }
 
   /// Adds what the window's queries of one layer look at.
@@ -251,13 +252,7 @@ class eviction final : public graph_observer {
     tessera::require(node.k->type == GGML_TYPE_F16, "type of cells", ggml_type_name(node.k->type), "f16",
                      "leave type_k as attach sets it");
     const index_t n = index_t(slots_.size()), window = std::min(options_.window, n);
-    if (n <= window + 1) return;  // too short to lose anything worth a score
     using view_type = tessera::kv_view<const tessera::fp16, D, tessera::filtered<tessera::contiguous>>;
-    using stage = tessera::retain<tessera::observation_window, tessera::uniform, tessera::top_tokens,
-                                  tessera::per_layer<tessera::over_heads::sum>>;
-    stage policy;
-    policy.scorer.window = window, policy.scorer.pool = options_.pool;
-    policy.budget.tokens = window + 1;  // any that is smaller than what is there: only scores are wanted
     const std::vector<offset_t> begins(std::size_t(node.kv_heads()), 0);  // all heads see the same slots
     tessera::choose_problem<view_type, float> problem;
     view_type& view = problem.view;
@@ -274,8 +269,15 @@ class eviction final : public graph_observer {
     problem.q.data += offset_t(first_row_ + rows_ - window) * node.q.token_stride;
     problem.q.tokens = window;
     static thread_local tessera::cpu::choose_workspace<D> scratch;
-    const tessera::layer_scores scores = tessera::cpu::score_and_choose(policy, problem, kept_, scratch, workers_);
-    for (index_t i = 0; i < scores.candidates(0); ++i) total_[std::size_t(i)] += scores.head(0)[i];
+    total_.add(tessera::cpu::score_layer(policy_of(window, n), problem, scratch, workers_));
+  }
+
+  using stage = tessera::retain<tessera::observation_window, tessera::uniform, tessera::top_tokens, tessera::per_head>;
+  stage policy_of(index_t window, index_t keep) const {
+    stage policy;
+    policy.scorer.window = window, policy.scorer.pool = options_.pool;
+    policy.budget.tokens = keep;
+    return policy;
   }
 
   eviction_options options_;
@@ -285,8 +287,7 @@ class eviction final : public graph_observer {
   llama_seq_id observed_ = -1;
   index_t first_row_ = -1, rows_ = 0;  // of the observed sequence
   std::vector<index_t> slots_;         // cells of the observed sequence, by position
-  std::vector<float> total_;
-  tessera::selection kept_;
+  tessera::cpu::model_scores<> total_;
   std::int64_t attended_ = 0;
 };
 

@@ -172,9 +172,8 @@ TEST_CASE("what stays is what the window's queries look at, by the definition in
     for (int i = 0; i < 100; ++i) batch.add(chunk[std::size_t(i)], done + i, 0, false);
     full.decode(context.get(), batch.get());
   }
-  std::vector<double> total(n - window, 0.0);
+  std::vector<double> looked(n, 0.0);  // at each token, by all heads of all layers together
   for (int layer = 0; layer < layers; ++layer) {
-    std::vector<double> of_layer(n, 0.0);  // all heads together
     for (int kv = 0; kv < kv_heads; ++kv) {
       for (int head = kv * heads / kv_heads; head < (kv + 1) * heads / kv_heads; ++head) {
         for (int t = n - window; t < n; ++t) {
@@ -188,16 +187,15 @@ TEST_CASE("what stays is what the window's queries look at, by the definition in
             weights.push_back(std::exp(dot / 8));
             sum += weights.back();
           }
-          for (int j = 0; j <= t; ++j) of_layer[std::size_t(j)] += weights[std::size_t(j)] / sum;
+          for (int j = 0; j <= t; ++j) looked[std::size_t(j)] += weights[std::size_t(j)] / sum;
         }
       }
     }
-    for (int j = 0; j < n - window; ++j) {  // the largest of seven neighbours that compete
-      double largest = 0;
-      for (int i = std::max(0, j - 3); i <= std::min(n - window - 1, j + 3); ++i)
-        largest = std::max(largest, of_layer[std::size_t(i)]);
-      total[std::size_t(j)] += largest;
-    }
+  }
+  std::vector<double> total(n - window, 0.0);
+  for (int j = 0; j < n - window; ++j) {  // the largest of seven neighbours that compete
+    for (int i = std::max(0, j - 3); i <= std::min(n - window - 1, j + 3); ++i)
+      total[std::size_t(j)] = std::max(total[std::size_t(j)], looked[std::size_t(i)]);
   }
   std::vector<int> order(n - window);
   std::iota(order.begin(), order.end(), 0);

@@ -211,6 +211,59 @@ void divide_by_rows(const Scorer&, const choose_problem<View, E>& p, choose_work
   }
 }
 
+/// Scores the sequences of a batch that are not `whole`, without a choice. `view`: the problem's, known to ascend.
+template <class Policy, class View, class E, class Whole>
+void score_batch(const Policy& policy, const choose_problem<View, E>& p, const View& view,
+                 choose_workspace<View::k_dim>& workspace, const Whole& whole, executor& workers) {
+  if constexpr (!lies_beside_tokens(Policy::observed)) {
+    workspace.raw.assign(
+        workspace.lengths.empty() ? 0 : std::size_t(workspace.offsets.back() + workspace.lengths.back()), 0.0f);
+  }
+  score_what_is_stored(policy, p, workspace, whole, workers);
+  weigh_values(policy, p, workspace, whole, workers);
+  if constexpr (Policy::observed == observes::window) {
+    bool any = false;
+    for (index_t b = 0; b < view.sequences; ++b) {
+      if (whole(b)) workspace.observed[std::size_t(b)] = 0;
+      any |= workspace.observed[std::size_t(b)] > 0;
+    }
+    if (any) {
+      score_rows(view, query_rows<E>{p.q, p.first_position, workspace.observed.data()}, p.rule, policy.scorer,
+                 workspace.raw.data(), workspace.offsets.data(), workspace.scoring, workers, p.lse);
+      divide_by_rows(policy.scorer, p, workspace);
+    }
+  }
+  multiply(policy, p, workspace, whole, workers);
+}
+
+/// The scores of one sequence of a batch that has been scored.
+template <class Policy, class View, class E>
+layer_scores scores_of(const choose_problem<View, E>& p, index_t b, choose_workspace<View::k_dim>& workspace) {
+  const index_t heads = p.view.kv_heads;
+  const auto begin_of = [&](index_t h) -> const float* {
+    if constexpr (lies_beside_tokens(Policy::observed)) return p.scores.row(b, h, heads);
+    return workspace.raw.data() + workspace.offsets[std::size_t(b * heads + h)];
+  };
+  const float* first = begin_of(0);
+  for (index_t h = 1; h < heads; ++h) first = (std::min)(first, begin_of(h));
+  workspace.begins.clear();
+  for (index_t h = 0; h < heads; ++h) workspace.begins.push_back(begin_of(h) - first);
+  layer_scores scores;
+  scores.layer = p.layer;
+  scores.layers = p.layers;
+  scores.kv_heads = heads;
+  scores.protected_tail = workspace.tails[std::size_t(b)];
+  scores.tokens = workspace.lengths.data() + b * heads;
+  scores.offsets = workspace.begins.data();
+  scores.scores = first;
+  if (p.reach) {
+    scores.settled = workspace.settled.data() + b * heads;
+    scores.earlier = workspace.earlier.data() + b * heads;
+    scores.prompt_tokens = p.reach[b].prompt_tokens();
+  }
+  return scores;
+}
+
 /// Joins the scores of all heads of a layer into one row.
 template <joining_scope Scope>
 void join_heads(const Scope& scope, const layer_scores& scores, index_t summed, host_vector<float>& joined) {
@@ -277,10 +330,6 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
     if (p.budgets) own.budget.tokens = p.budgets[b];
     return own;
   };
-  if constexpr (!lies_beside_tokens(observed)) {
-    workspace.raw.assign(
-        workspace.lengths.empty() ? 0 : std::size_t(workspace.offsets.back() + workspace.lengths.back()), 0.0f);
-  }
   // A sequence that fits the budget is kept whatever its scores.
   const auto whole = [&](index_t b) {
     const index_t* lengths = workspace.lengths.data() + b * heads;
@@ -288,46 +337,11 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
                      {p.layer, p.layers, joining_scope<typename Policy::scope_type> ? 1 : heads,
                       workspace.tails[std::size_t(b)], *std::max_element(lengths, lengths + heads)});
   };
-  detail::score_what_is_stored(policy, p, workspace, whole, workers);
-  detail::weigh_values(policy, p, workspace, whole, workers);
-  if constexpr (observed == observes::window) {
-    bool any = false;
-    for (index_t b = 0; b < view.sequences; ++b) {
-      if (whole(b)) workspace.observed[std::size_t(b)] = 0;
-      any |= workspace.observed[std::size_t(b)] > 0;
-    }
-    if (any) {
-      score_rows(view, query_rows<E>{p.q, p.first_position, workspace.observed.data()}, p.rule, policy.scorer,
-                 workspace.raw.data(), workspace.offsets.data(), workspace.scoring, workers, p.lse);
-      detail::divide_by_rows(policy.scorer, p, workspace);
-    }
-  }
+  detail::score_batch(policy, p, view, workspace, whole, workers);
   if (view.sequences != 1) kept.reset({});
-  detail::multiply(policy, p, workspace, whole, workers);
   layer_scores seen;
   for (index_t b = 0; b < view.sequences; ++b) {
-    const float* rows = workspace.raw.data();
-    const auto begin_of = [&](index_t h) -> const float* {
-      if constexpr (lies_beside_tokens(observed)) return p.scores.row(b, h, heads);
-      return rows + workspace.offsets[std::size_t(b * heads + h)];
-    };
-    const float* first = begin_of(0);
-    for (index_t h = 1; h < heads; ++h) first = (std::min)(first, begin_of(h));
-    workspace.begins.clear();
-    for (index_t h = 0; h < heads; ++h) workspace.begins.push_back(begin_of(h) - first);
-    layer_scores scores;
-    scores.layer = p.layer;
-    scores.layers = p.layers;
-    scores.kv_heads = heads;
-    scores.protected_tail = workspace.tails[std::size_t(b)];
-    scores.tokens = workspace.lengths.data() + b * heads;
-    scores.offsets = workspace.begins.data();
-    scores.scores = first;
-    if (p.reach) {
-      scores.settled = workspace.settled.data() + b * heads;
-      scores.earlier = workspace.earlier.data() + b * heads;
-      scores.prompt_tokens = p.reach[b].prompt_tokens();
-    }
+    const layer_scores scores = detail::scores_of<Policy>(p, b, workspace);
     slot_facts beside{p.segments, {workspace.weights.data(), 0, 0, workspace.offsets.data() + b * heads}, p.counts};
     if (p.segments.begin) {
       beside.segments.begin += offset_t(b) * heads;
