@@ -56,8 +56,8 @@ class model_scores {
   }
 
   /// Adds a layer. The order of layers decides how sums are rounded.
-  /// Errors   heads with another number of slots, a protected tail other than that of the layers before: tessera::error,
-  ///          and nothing has been added.
+  /// Errors   heads with another number of slots, another protected tail than the layers before: tessera::error, and
+  ///          nothing has been added.
   void add(const layer_scores& layer) {
     for (index_t h = 0; h < layer.kv_heads; ++h) {
       require(layer.tokens[h] == tokens(), "slots of kv_head " + std::to_string(h), layer.tokens[h],
