@@ -99,7 +99,7 @@ def loopserve():
 def mosaickv():
     """A tenth of the tokens."""
     yield from over_seeds("mosaickv-bar", FAMILIES, 4096, 10, "full,mosaickv", "--budgets", "410")
-    shares = "0.125,0.375,0.5,0.75"
+    shares = "0.125,0.25,0.375,0.5,0.75"
     yield from over_seeds("mosaickv-ablation", HARD, 2048, 5, "full,mosaickv,mosaickv_plain,mosaickv_rotated,mosaickv_unrotated", "--budgets",
                           "205", *vary(mosaickv__strategy="searched", mosaickv_rotated__channels=shares,
                                        mosaickv_plain__channels=shares), tool="ablations", host_only=True)
