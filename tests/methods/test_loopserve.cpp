@@ -303,6 +303,7 @@ TEST_CASE("lines before a first stage that drops: a later turn's rows see what i
     recipe.set_budget(60);
     recipe.retain.scorer.window = 8;
     recipe.prefill.alpha = 0.6f;
+    recipe.prefill.dense_rows = random.pick({0, 16});
     talk now(recipe, data);
     now.prompt(150);
     now.step(3);
@@ -316,7 +317,7 @@ TEST_CASE("lines before a first stage that drops: a later turn's rows see what i
         const auto& [vertical, slash] = lines.heads[std::size_t(h)];
         for (const index_t at : now.cache.positions(0, now.id, h / 2)) {
           if (at > first + t) continue;
-          const bool on = std::binary_search(vertical.begin(), vertical.end(), at) ||
+          const bool on = first + t >= lines.dense_from || std::binary_search(vertical.begin(), vertical.end(), at) ||
                           std::binary_search(slash.begin(), slash.end(), first + t - at);
           if (on) read.push_back(at);
           sparse |= !on;

@@ -27,7 +27,7 @@ namespace cpu {
 
 /// Says that an executor has no threads of its own and works on those of an engine: see `executor::operation`.
 struct engine_threads_tag {};
-inline constexpr engine_threads_tag engine_threads{};
+inline constexpr engine_threads_tag engine_threads{};  ///< the tag: executor(engine_threads, 8)
 
 /// Runs independent items on all cores: on a pool of its own, on the threads of an engine that calls an operation on
 /// all of them at once, or with 1 thread on the caller alone.
