@@ -351,7 +351,8 @@ class TesseraCache(transformers.Cache):
         """Changes the budget; it counts from the next time the method chooses what stays or what is read."""
         self.budget = changed_budget(self.budget, tokens)
         if self._handle is not None:
-            self._operators.set_budget(self._handle, tokens)
+            for handle in drafts.handles(self):
+                self._operators.set_budget(handle, tokens)
             self.memory_of = object()
 
     def fit_memory(self, tokens=256):
@@ -360,7 +361,8 @@ class TesseraCache(transformers.Cache):
         Call it when a prompt has ended: the method's choice then becomes free memory. Later calls take more as they need.
         """
         if self._handle is not None:
-            self._operators.fit_memory(self._handle, tokens)
+            for handle in drafts.handles(self):
+                self._operators.fit_memory(handle, tokens)
             self._room, self.memory_of = tokens, object()
 
     def _figure(self, column):

@@ -16,6 +16,11 @@ def is_step(cache, draft, tokens):
     return cache.tokens > 0 and not cache._is_cut and tokens == draft.tokens + 1 and tokens <= longest_step(cache)
 
 
+def handles(cache):
+    """The cache's handle of the operators, and that of the copy from before a draft which is not judged yet."""
+    return [cache._handle] if cache._recorded is None else [cache._handle, cache._recorded.handle]
+
+
 def crop(cache, removed):
     """Takes back the newest `removed` columns of the batch."""
     recorded, cache._recorded = cache._recorded, None
@@ -62,7 +67,7 @@ class Recorded:
 
     def __init__(self, cache):
         handle = cache._operators.clone(cache._handle)
-        self._handle, self._free = handle, weakref.finalize(self, cache._operators.destroy, handle.item())
+        self.handle, self._free = handle, weakref.finalize(self, cache._operators.destroy, handle.item())
         self._cache, self._steps = weakref.proxy(cache), []  # of each step what its tokens end, and rows by layer
         self.begin = cache.tokens
 
@@ -75,12 +80,12 @@ class Recorded:
         cache, operators, like = self._cache, self._cache._operators, self._cache._like
         self._free.detach()  # the handle is the cache's now
         cache._free()
-        cache._own(self._handle)
+        cache._own(self.handle)
         for flags, layers in self._steps[:accepted]:
-            operators.prepare_step(self._handle, like, flags)
-            operators.begin_step(self._handle, like)
+            operators.prepare_step(self.handle, like, flags)
+            operators.begin_step(self.handle, like)
             for layer, rows in enumerate(layers):
-                operators.step(self._handle, layer, *rows)
+                operators.step(self.handle, layer, *rows)
 
 
 class Rehearsal:

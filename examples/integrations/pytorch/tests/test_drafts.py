@@ -4,7 +4,7 @@ import copy
 import pytest
 import torch
 import transformers
-from tessera_torch import TesseraCache
+from tessera_torch import TesseraCache, drafts
 from test_refusals import SIZES
 from test_use import small_model, tokens
 
@@ -50,6 +50,21 @@ def test_a_draft_leaves_nothing_where_a_method_chooses_in_every_step(method):
     assert torch.equal(*last) and torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
     assert [[head.tolist() for head in row] for row in plain.kept_positions(1)] == \
            [[head.tolist() for head in row] for row in drafted.kept_positions(1)]
+
+
+def test_a_budget_that_changes_while_a_draft_is_judged_holds(monkeypatch):
+    model, ids, crop, changed = small_model(), tokens(20).repeat(1, 4), drafts.crop, []
+
+    def change_before(cache, removed):
+        if removed and not changed:
+            cache.set_budget(20)
+            changed.append(removed)
+        crop(cache, removed)
+
+    monkeypatch.setattr(drafts, "crop", change_before)
+    cache = cache_of(model, "h2o")
+    model.generate(ids, past_key_values=cache, **ASKED, prompt_lookup_num_tokens=5)
+    assert changed and all(len(head) == 20 for row in cache.kept_positions(1) for head in row)
 
 
 @pytest.mark.parametrize("method", METHODS)
