@@ -81,11 +81,15 @@ class Recorded:
         self._free.detach()  # the handle is the cache's now
         cache._free()
         cache._own(self.handle)
-        for flags, layers in self._steps[:accepted]:
-            operators.prepare_step(self.handle, like, flags)
-            operators.begin_step(self.handle, like)
-            for layer, rows in enumerate(layers):
-                operators.step(self.handle, layer, *rows)
+        try:
+            for flags, layers in self._steps[:accepted]:
+                operators.prepare_step(self.handle, like, flags)
+                operators.begin_step(self.handle, like)
+                for layer, rows in enumerate(layers):
+                    operators.step(self.handle, layer, *rows)
+        except BaseException:
+            cache.fail_step()  # some of the accepted tokens are stored
+            raise
 
 
 class Rehearsal:

@@ -15,7 +15,7 @@ namespace cpu {
 /// Shapes   as choose_problem says, with one sequence.
 /// Returns  the scores of every kv_head, valid until the workspace changes: before heads are joined, and before the
 ///          scorer's last pass (pooling), which a choice makes.
-/// Errors   more or fewer sequences than one; those of score_and_choose: tessera::error.
+/// Errors   more or fewer sequences than one, a reach or counts; those of score_and_choose: tessera::error.
 /// Cost     that of the scorer in score_and_choose.
 template <class Policy, class View, class E>
 layer_scores score_layer(const Policy& policy, const choose_problem<View, E>& p,
@@ -24,6 +24,8 @@ layer_scores score_layer(const Policy& policy, const choose_problem<View, E>& p,
   const default_float_mode mode;
   require(p.view.sequences == 1, "sequences of the problem", p.view.sequences, "1",
           "score one sequence at a time: scores of layers are added up for each");
+  require(!p.reach && !p.counts, "reach or counts of the problem", "given", "none",
+          "one set for a model is chosen from all tokens, by the policy's budget");
   detail::check_choose<Policy>(p);
   detail::lay_out(policy, p, workspace);
   detail::score_batch(policy, p, ascending_view(p.view), workspace, [](index_t) { return false; }, workers);
@@ -84,7 +86,8 @@ class model_scores {
   const float* scores() const { return joined_.data(); }
 
   /// Chooses the slots that stay in all layers, by the policy's last pass over the scores, its budget and its selector.
-  /// Its scope is not asked. The same scores choose again with another budget.
+  /// Its scope is not asked. The same scores choose again with another budget; the newest tokens that stay are those of
+  /// the policy that scored, also where a scorer makes them of its budget (`recent` of accumulated scores).
   /// Returns  the scores as budget and selector got them, of the slots before the newest that stay; valid until
   ///          `workspace` or this object changes.
   /// Errors   no layer: tessera::error.

@@ -103,8 +103,10 @@ class executor {
   ///     cache.decode(layer, step, q, k, v, out);
   ///   }
   ///
-  /// A thread that comes late joins the items that are left. The end of the operation waits for all of them.
-  /// Errors   an executor with threads of its own; more threads than it was made for: tessera::error.
+  /// A thread that comes late joins the items that are left. The end of the operation waits until all of them have
+  /// come; the executor must outlive their return. Operations do not nest, and the engine's threads meet between two.
+  /// Errors   an executor with threads of its own; more threads than it was made for: tessera::error. The others wait
+  ///          for an operation then: ask threads() before.
   class operation {
    public:
     operation(executor& all, int threads) : all_(all), others_(threads - 1) {
@@ -130,7 +132,7 @@ class executor {
     require(is_of_engine_ && worker >= 1 && worker < threads(), "number of a thread that serves", worker,
             "1 to " + std::to_string(threads() - 1) + " of an executor of engine_threads",
             "let thread 0 call the cache, and make the executor for as many threads as the engine has");
-    helpers_->lend(worker);
+    if (has_threads()) helpers_->lend(worker);
   }
 
  private:
@@ -177,6 +179,7 @@ class executor {
       std::unique_lock lock(mutex);
       done.wait(lock, [this] { return busy == 0; });
       is_active = false;
+      done.notify_all();  // an operation may wait to end
       return failure ? std::exchange(failure, nullptr) : nullptr;
     }
     void serve(int worker) {
@@ -199,7 +202,7 @@ class executor {
     /// Ends an operation, once all `others` have come.
     void release(int others) {
       std::unique_lock lock(mutex);
-      done.wait(lock, [&] { return arrived >= others; });
+      done.wait(lock, [&] { return arrived >= others && !is_active; });  // another thread's round may count them
       arrived = 0;
       operations.fetch_add(1, std::memory_order_release);
       lock.unlock();
