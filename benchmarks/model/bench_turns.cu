@@ -77,16 +77,20 @@ std::unique_ptr<tool::method_cache> empty_cache(const engine::cuda::llama& model
   return cache;
 }
 
-/// Share of the causal pairs of a chunk that lie on lines, each pair counted once.
+/// Share of the causal pairs of a chunk that are computed: those on lines, each counted once, and all of its dense rows.
 double density(const tessera::prompt_lines& lines, const tessera::line_set& head) {
   std::vector<index_t> nearer(std::size_t(lines.next) + 1, 0);  // slashes at less than a distance
   for (const index_t distance : head.slash) ++nearer[std::size_t(distance) + 1];
   for (std::size_t i = 1; i < nearer.size(); ++i) nearer[i] += nearer[i - 1];
   double on_lines = 0, pairs = 0;
-  for (index_t row = lines.first; row < lines.next; ++row) pairs += row + 1, on_lines += nearer[std::size_t(row) + 1];
+  for (index_t row = lines.first; row < lines.next; ++row) {
+    pairs += row + 1;
+    on_lines += row >= lines.dense_from ? row + 1 : nearer[std::size_t(row) + 1];
+  }
   for (const index_t column : head.vertical) {
-    const index_t first = std::max(lines.first, column);
-    on_lines += lines.next - first - (nearer[std::size_t(lines.next - column)] - nearer[std::size_t(first - column)]);
+    const index_t first = std::max(lines.first, column), end = lines.dense_from;
+    if (first < end)
+      on_lines += end - first - (nearer[std::size_t(end - column)] - nearer[std::size_t(first - column)]);
   }
   return on_lines / pairs;
 }

@@ -25,7 +25,7 @@ enum class row_sampling { even, random };
 /// Tokens of earlier turns are keys here, never rows.
 /// Errors   alpha outside (0, 1], no rows, a seed out of range: tessera::error.
 /// Cost     one pass over K for `rows` rows of each query head, and memory for their attention; then lines *
-///          log(lines).
+///          log(lines). Dense rows see every key: a chunk of few rows is mostly dense.
 /// Paper    Li et al., LoopServe, arXiv:2507.13681, Sec. 5.1 ("uniformly sampling") and Algorithm 5 (random rows, of
 ///          which nearly none is a question's). Differs: `coverage` counts what lines cover exactly where the paper has
 ///          bounds, and starts from the forced lines, which the paper lacks (a row that was not sampled must see

@@ -351,7 +351,7 @@ class TesseraCache(transformers.Cache):
         """Changes the budget; it counts from the next time the method chooses what stays or what is read."""
         self.budget = changed_budget(self.budget, tokens)
         if self._handle is not None:
-            for handle in drafts.handles(self):
+            for handle, _ in drafts.handles(self):
                 self._operators.set_budget(handle, tokens)
             self.memory_of = object()
 
@@ -361,8 +361,8 @@ class TesseraCache(transformers.Cache):
         Call it when a prompt has ended: the method's choice then becomes free memory. Later calls take more as they need.
         """
         if self._handle is not None:
-            for handle in drafts.handles(self):
-                self._operators.fit_memory(handle, tokens)
+            for handle, behind in drafts.handles(self):
+                self._operators.fit_memory(handle, tokens + behind)
             self._room, self.memory_of = tokens, object()
 
     def _figure(self, column):

@@ -17,14 +17,17 @@ def is_step(cache, draft, tokens):
 
 
 def handles(cache):
-    """The cache's handle of the operators, and that of the copy from before a draft which is not judged yet."""
-    return [cache._handle] if cache._recorded is None else [cache._handle, cache._recorded.handle]
+    """The cache's handle of the operators and 0; and of the copy from before a draft that is not judged yet, and how many columns it
+    is behind."""
+    copy = cache._recorded
+    return [(cache._handle, 0)] + ([] if copy is None else [(copy.handle, cache.tokens - copy.begin)])
 
 
 def crop(cache, removed):
     """Takes back the newest `removed` columns of the batch."""
-    recorded, cache._recorded = cache._recorded, None
+    recorded = cache._recorded
     if removed == 0 or cache._handle is None:
+        cache._recorded = None
         return
     if cache._next_layer != 0:
         raise ValueError("the cache is half way through a call that failed; expected the end of that call; call reset() and give it "
@@ -35,6 +38,7 @@ def crop(cache, removed):
     padding = cache._padding
     known = 0 if padding is None else padding.shape[1]
     if recorded is not None and recorded.begin <= left:
+        cache._recorded = None
         recorded.go_back(left - recorded.begin)
         _note(cache, left, removed)
         return
