@@ -36,6 +36,7 @@ struct run_options {
   std::string model, chat_template = "auto", dtype = "bf16", max_new = "64", threads = "0";
   std::vector<std::string> prompts;          ///< files, in a chat a turn each; none: lines of standard input
   std::optional<std::string> system_prompt;  ///< of a chat, in place of the template's
+  std::string save, load;                    ///< files of a conversation; empty: none
   bool one_line = false, as_json = false;
 };
 

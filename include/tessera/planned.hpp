@@ -45,6 +45,11 @@ struct planned {
   retrieve_type read;
 
   planned(const Recipe& recipe, index_t prompt) : planned(recipe, recipe.plan(prompt)) {}
+  /// The policies of a plan that is known.
+  planned(const Recipe& recipe, const stage_plan& given)
+      : plan(given),
+        first(recipe.retain.planned(given)),
+        read(recipe.retrieve.planned(given, Recipe::layout_type::k_dim)) {}
 
   /// Adopts a changed budget of the recipe. A first stage with a budget of its own, and steps that read by exact
   /// scores, use it at once. A plan over both stages, or for an estimate of the keys, stays as it was.
@@ -66,12 +71,6 @@ struct planned {
     if (retrieve_type::retrieves) changed.read = recipe.retrieve.attends();
     *this = planned(recipe, changed);
   }
-
- private:
-  planned(const Recipe& recipe, const stage_plan& given)
-      : plan(given),
-        first(recipe.retain.planned(given)),
-        read(recipe.retrieve.planned(given, Recipe::layout_type::k_dim)) {}
 };
 
 TESSERA_NAMESPACE_END

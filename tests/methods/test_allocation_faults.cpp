@@ -89,6 +89,9 @@ class script {
     prompt(1, {12});
     step({1}, 1);
     close(1);
+    load(0, 1);
+    step({0, 1}, 1);
+    close(1);
     open(1);
     prompt(1, {20});
     for (const index_t tokens : {1, 1}) step({0, 1}, tokens);
@@ -106,6 +109,11 @@ class script {
     next_[fresh] = next_[id];
     calls_.push_back(
         {"fork", [id](any_cache& cache, std::vector<float>& out) { out.assign(1, float(cache.fork(id))); }});
+  }
+  void load(index_t id, index_t fresh) {
+    next_[fresh] = next_[id];
+    calls_.push_back(
+        {"load", [id](any_cache& cache, std::vector<float>& out) { out.assign(1, float(cache.fork_by_bytes(id))); }});
   }
   void close(index_t id) {
     calls_.push_back({"close", [id](any_cache& cache, std::vector<float>&) { cache.close(id); }});

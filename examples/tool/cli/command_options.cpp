@@ -88,6 +88,8 @@ void add_run(CLI::App& app) {
   add_method(*command, given->method);
   add_text(*command, "--max-new", "1..16777216", given->max_new,
            "tokens to write at most; also the method's max_new, where it has one and --set gives no other");
+  command->add_option("--load", given->load, "FILE: a conversation that --save wrote, which goes on");
+  command->add_option("--save", given->save, "FILE: where the conversation is saved when it ends");
   command->add_flag("--one-line", given->one_line, "stop at the end of the first line");
   add_threads(*command, given->threads);
   command->add_flag("--json", given->as_json, "print JSON");

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -79,6 +80,11 @@ class method_cache : public engine::kv_cache {
     tessera::fail("attention of a prompt by itself", "asked of this cache", "a cache on the CPU", "use --backend cpu");
   }
 
+  /// Writes the conversation as bytes, between two turns; reads one in place of an empty one.
+  /// Errors: those of basic_cache::save and load; a cache on another backend than the CPU.
+  virtual void save(const std::function<void(const void*, std::size_t)>&) { fail_to_save(); }
+  virtual void load(const std::function<std::size_t(void*, std::size_t)>&) { fail_to_save(); }
+
   /// An independent copy.
   virtual std::unique_ptr<method_cache> clone() const = 0;
 
@@ -114,6 +120,11 @@ class method_cache : public engine::kv_cache {
 
   /// The same cache for the engine on the device; null for a cache of the CPU.
   virtual engine::cuda::kv_cache* on_device() { return nullptr; }
+
+ private:
+  [[noreturn]] static void fail_to_save() {
+    tessera::fail("saved conversation", "asked of a cache on a GPU", "one on the CPU", "use --backend cpu");
+  }
 };
 
 /// Turns, each from its first token to the next one's, cut where a cache compresses what has come.

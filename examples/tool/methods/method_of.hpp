@@ -85,6 +85,11 @@ class cache_of final : public method_cache {
   }
 
   std::int64_t next_position() const override { return cache_.next_position(sequence_); }
+  void save(const std::function<void(const void*, std::size_t)>& sink) override { cache_.save(sequence_, sink); }
+  void load(const std::function<std::size_t(void*, std::size_t)>& source) override {
+    const index_t loaded = cache_.load(source);
+    cache_.close(std::exchange(sequence_, loaded));
+  }
   std::unique_ptr<method_cache> clone() const override { return std::make_unique<cache_of>(*this); }
   void set_budget(index_t tokens) override { cache_.set_budget(tokens); }
 

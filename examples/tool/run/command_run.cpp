@@ -17,6 +17,7 @@
 #include "tool/methods/registry.hpp"
 #include "tool/methods/values.hpp"
 #include "tool/progress.hpp"
+#include "tool/run/session_file.hpp"
 
 namespace tool {
 namespace {
@@ -87,6 +88,10 @@ class conversation_run {
     tessera::require(chat_ || messages_.size() == 1, "--prompt",
                      messages_.empty() ? "missing" : "given " + std::to_string(messages_.size()) + " times",
                      "one file, as there is no chat template", "pass --prompt FILE once, - for standard input");
+    tessera::require(given.load.empty() || !given.system_prompt, "--system", "given", "none with --load",
+                     "leave it out: a conversation that goes on has its beginning");
+    tessera::require((given.save.empty() && given.load.empty()) || where_ == backend::cpu, "--save or --load",
+                     "given with --backend cuda", "--backend cpu", "saved conversations are the CPU's");
     tessera::require(chat_ || !given.system_prompt, "--system", "given", "none for plain text",
                      "leave it out, or pass a model with a chat template");
   }
@@ -96,26 +101,41 @@ class conversation_run {
   outcome run(const Show& show) {
     if (!messages_.empty()) {
       prepare(first_tokens(messages_[0]));
+      load();
       for (std::size_t i = 0; i < messages_.size(); ++i) show(ask(i, messages_[i]));
     } else {
       const bool is_person = isatty(STDIN_FILENO);
       std::string line;
       for (std::size_t i = 0; is_person && std::fputs("> ", stderr), std::getline(std::cin, line);) {
         if (trimmed(line).empty()) continue;
-        if (i == 0) prepare(first_tokens(line));
+        if (i == 0) prepare(first_tokens(line)), load();
         show(ask(i++, line));
       }
       tessera::require(!result_.texts.empty(), "standard input", "empty", "text, each line of which is a turn",
                        "write one, or pass --prompt");
     }
+    if (!given_.save.empty()) save_session(given_.save, digest_of_model(given_.model), {reply_}, *cache_);
     return result_;
   }
 
  private:
+  void load() {
+    if (given_.load.empty()) return;
+    reply_ = load_session(given_.load, digest_of_model(given_.model), *cache_).reply;
+    goes_on_ = true;
+  }
+
   std::vector<engine::token_t> first_tokens(const std::string& message) const {
     if (chat_) return chat_->first_turn(given_.system_prompt, message);
     std::vector<engine::token_t> tokens = tokenizer_->encode(message);
     if (tokenizer_->bos()) tokens.insert(tokens.begin(), *tokenizer_->bos());
+    return tokens;
+  }
+
+  std::vector<engine::token_t> next_tokens(const std::string& message) const {
+    if (chat_) return chat_->next_turn(reply_, message);
+    std::vector<engine::token_t> tokens = tokenizer_->encode(message);
+    if (!reply_.empty()) tokens.insert(tokens.begin(), reply_.back());  // it has not passed through the model
     return tokens;
   }
 
@@ -156,7 +176,7 @@ class conversation_run {
   }
 
   const std::string& ask(std::size_t turn, const std::string& message) {
-    const std::vector<engine::token_t> tokens = turn == 0 ? first_tokens(message) : chat_->next_turn(reply_, message);
+    const std::vector<engine::token_t> tokens = turn == 0 && !goes_on_ ? first_tokens(message) : next_tokens(message);
     const std::int32_t longest = most_new(tokens.size());
     const std::vector<float> logits = read(tokens);
     result_.prompt_tokens += tokens.size();
@@ -217,6 +237,7 @@ class conversation_run {
   std::unique_ptr<method_cache> cache_;
   std::unique_ptr<runner> model_;
   std::vector<engine::token_t> reply_;
+  bool goes_on_ = false;  ///< a conversation that was loaded
   outcome result_;
 };
 

@@ -1,6 +1,8 @@
 // A cache whose method is chosen when the program runs.
 #pragma once
 
+#include <cstddef>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -39,6 +41,8 @@ class any_cache {
 
   virtual index_t open(const sequence_options& options = {}) = 0;
   virtual index_t fork(index_t id) = 0;
+  virtual void save(index_t id, const std::function<void(const void*, std::size_t)>& sink) = 0;
+  virtual index_t load(const std::function<std::size_t(void*, std::size_t)>& source) = 0;
   virtual void close(index_t id) = 0;
   virtual void truncate(index_t id, index_t position) = 0;
   virtual void cancel(index_t id) = 0;

@@ -72,6 +72,12 @@ enum class cache_verb {
   look
 };
 
+/// How a sequence is forked: by `fork`, by bytes that the cache saves and its twin does not, by bytes that pass from one backend to the
+/// other.
+namespace fork_kind {
+inline constexpr index_t plain = 0, by_bytes = 1, to_reference = 2, from_reference = 3;
+}
+
 /// What is taken back besides whole steps: a chunk, a draft, and a chunk, a step or one sequence of a step on its way.
 namespace detour_kind {
 inline constexpr index_t chunk = 0, draft = -1, part_of_chunk = -2, part_of_step = -3;
@@ -84,8 +90,9 @@ struct cache_call {
 
   cache_verb verb = cache_verb::open;
   index_t layer = 0, id = 0, head = 0, tokens = 0;
-  index_t first = 0;        ///< of truncate: the position; of detour: its steps, or one of `detour_kind`
-  int step = 0;             ///< of prepare_step: its number, from 1; of what follows it: whose step; 0: nobody's
+  index_t first =
+      0;         ///< of fork: its `fork_kind`; of truncate: the position; of detour: its steps, or one of `detour_kind`
+  int step = 0;  ///< of prepare_step: its number, from 1; of what follows it: whose step; 0: nobody's
   bool is_altered = false;  ///< of begin_step and decode: the step's sequences are `ids`, its tokens `tokens`
   std::vector<index_t> ids{};
   std::vector<index_t> lengths{};             ///< of prepare_step: tokens of each sequence; empty: all have `tokens`

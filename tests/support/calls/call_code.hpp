@@ -30,7 +30,7 @@ class call_code {
         text << "cache->open(" << options(call.options) << ");";
         break;
       case cache_verb::fork:
-        text << "cache->fork(" << call.id << ");";
+        text << (call.first != fork_kind::plain ? "cache->fork_by_bytes(" : "cache->fork(") << call.id << ");";
         break;
       case cache_verb::truncate:
         text << "cache->truncate(" << call.id << ", " << call.first << ");";

@@ -11,6 +11,8 @@
 
 #include <tessera/cache.hpp>
 
+#include "support/calls/saved_bytes.hpp"
+
 namespace support {
 
 using tessera::index_t;
@@ -30,6 +32,14 @@ class called_cache {
   virtual std::unique_ptr<called_cache> copy() const = 0;
   virtual index_t open(const tessera::sequence_options& options = {}) = 0;
   virtual index_t fork(index_t id) = 0;
+  /// What `save` writes, of a backend that saves; empty: it does not. `load_bytes`: the id that `load` gives to it.
+  virtual std::vector<unsigned char> saved_bytes(index_t) { return {}; }
+  virtual index_t load_bytes(const std::vector<unsigned char>&) { return -1; }
+  /// A fork by these bytes, where the backend saves.
+  index_t fork_by_bytes(index_t id) {
+    const auto bytes = saved_bytes(id);
+    return bytes.empty() ? fork(id) : load_bytes(bytes);
+  }
   virtual void truncate(index_t id, index_t position) = 0;
   virtual index_t settled(index_t id) const = 0;
   virtual void close(index_t id) = 0;
@@ -172,6 +182,8 @@ class cpu_calls : public Interface {
   explicit cpu_calls(tessera::cache<Recipe> held) : held_(std::move(held)) {}
   index_t open(const tessera::sequence_options& options) override { return held_.open(options); }
   index_t fork(index_t id) override { return held_.fork(id); }
+  std::vector<unsigned char> saved_bytes(index_t id) override { return saved(held_, id); }
+  index_t load_bytes(const std::vector<unsigned char>& bytes) override { return loaded(held_, bytes); }
   void truncate(index_t id, index_t position) override { held_.truncate(id, position); }
   index_t settled(index_t id) const override { return held_.settled(id); }
   void close(index_t id) override { held_.close(id); }

@@ -43,7 +43,7 @@ class checked_calls : public draft_calls {
       case cache_verb::open:
         return open(call.options);
       case cache_verb::fork:
-        return fork(call.id);
+        return fork(call.id, call.first);
       case cache_verb::truncate:
         return truncate(call.id, call.first);
       case cache_verb::detour:

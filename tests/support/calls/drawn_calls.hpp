@@ -92,7 +92,13 @@ class random_cache_calls : public call_arguments {
     make(std::move(call));
   }
   void fork() {
-    if (cache_.ids() <= 4 || random_.chance(0.3)) make(cache_verb::fork, 0, some_id());
+    if (cache_.ids() > 4 && !random_.chance(0.3)) return;
+    cache_call call;
+    call.verb = cache_verb::fork;
+    call.id = some_id();
+    // Sums of an answer's queries have a form of their own on each backend.
+    call.first = random_.between(0, cache_.method().step_segments ? fork_kind::by_bytes : fork_kind::from_reference);
+    make(std::move(call));
   }
   void close() {
     const index_t id = some_id();

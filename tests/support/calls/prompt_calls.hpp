@@ -89,14 +89,20 @@ class prompt_calls : public compared_caches {
     return true;
   }
 
-  bool fork(index_t id) {
+  bool fork(index_t id, index_t kind) {
     const sequence* held = known(id);
     const index_t free = free_id();
     std::optional<bool> allowed =
         held && held->is_between_turns() && !is_under_way() && (limits_.sequences == 0 || free < limits_.sequences);
     if (*allowed && !surely_fits(*held, 0)) allowed.reset();
+    std::vector<unsigned char> passed;  // from one backend to the other
+    if (allowed && *allowed && reference_ && kind >= fork_kind::to_reference)
+      passed = (kind == fork_kind::to_reference ? *cache_ : *reference_).saved_bytes(id);
     if (!apply(allowed, [&](called_cache& cache) {
-          const index_t forked = cache.fork(id);
+          const bool takes = !passed.empty() && (kind == fork_kind::to_reference) == (turn_ == 2);
+          const index_t forked = takes                                       ? cache.load_bytes(passed)
+                                 : kind == fork_kind::by_bytes && turn_ == 0 ? cache.fork_by_bytes(id)
+                                                                             : cache.fork(id);
           must(forked == free, "a fork gets the lowest id that is free", "got ", forked, ", free is ", free);
         }))
       return false;

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include <tessera/backend/cpu/named_cache.hpp>
+#include <tessera/runtime/saved/archive.hpp>
 
 #include "observe.hpp"
 
@@ -100,6 +101,32 @@ class attention final : public graph_observer {
     sequences_.emplace(to, made);
   }
 
+  /// Writes a sequence as bytes, between two turns or steps: llama_state_seq_get_data, which has nothing of these rows.
+  /// Errors   a prompt that has not ended: tessera::error. The sink's exceptions pass through.
+  void save(llama_seq_id id, const std::function<void(const void*, std::size_t)>& sink) {
+    sequence held = find(id);
+    {
+      tessera::saved_writer archive(sink);
+      transfer(held, archive);
+      archive.end();
+    }
+    cache_->save(held.id, sink);
+  }
+  /// Reads a sequence that `save` wrote, in this process or another one, in place of the one of this id. The source fills memory and
+  /// returns the bytes that it had.
+  /// Errors   bytes that are cut or damaged; another model, method or parameter: tessera::error, and nothing has changed.
+  void load(llama_seq_id id, const std::function<std::size_t(void*, std::size_t)>& source) {
+    sequence made;
+    {
+      tessera::saved_reader archive(source);
+      transfer(made, archive);
+      archive.end();
+    }
+    made.id = cache_->load(source);
+    remove(id, 0);
+    sequences_.emplace(id, made);
+  }
+
   bool has(llama_seq_id id) const { return sequences_.count(id) > 0; }
   /// The position of a sequence's next token.
   llama_pos next_position(llama_seq_id id) const { return has(id) ? cache_->next_position(sequences_.at(id).id) : 0; }
@@ -169,9 +196,9 @@ class attention final : public graph_observer {
 
   void see(index_t layer, const attention_node& node) override {
     if (layer == 0) begin(node);
-    tessera::require(node.scale == scale_ && node.soft_cap == soft_cap_, "scale of layer " + std::to_string(layer),
-                     node.scale, "that of the first layer, " + std::to_string(scale_),
-                     "take a model whose layers are alike");
+    tessera::require(node.scale == facts_.scale && node.soft_cap == facts_.soft_cap,
+                     "scale of layer " + std::to_string(layer), node.scale,
+                     "that of the first layer, " + std::to_string(facts_.scale), "take a model whose layers are alike");
     const auto k = rows_of_cells(*node.k, cells(), k_), v = rows_of_cells(*node.v, cells(), v_);
     seen_layers_ = layer + 1;  // an item of this layer may be through where the next one fails
     cache_->process(layer, work_, node.q, k, v, node.out);
@@ -181,6 +208,49 @@ class attention final : public graph_observer {
                                                 node.out.heads,       node.out.dim};
       shown_({layer, runs_[i].sequence, runs_[i].is_prompt, work_.rows_of(node.q, i), work_.rows_of(k, i),
               work_.rows_of(v, i), work_.rows_of(out, i)});
+    }
+  }
+
+  /// What a cache must know of the model: the first layer of a pass shows it, or a saved sequence says it.
+  struct model_facts {
+    index_t heads = 0, kv_heads = 0, dim = 0;
+    float scale = 0, soft_cap = 0;
+    bool operator==(const model_facts&) const = default;
+  };
+
+  void make_cache(const model_facts& facts) {
+    tessera::any_cache_request request;
+    request.shape = {layers(), facts.heads, facts.kv_heads};
+    request.budget = options_.budget;
+    request.settings = options_.settings;
+    request.rule.scale = facts.scale, request.rule.soft_cap = facts.soft_cap;
+    auto made = tessera::make_cache(options_.method, "fp16", facts.dim, request, workers_);
+    tessera::require(!made->rereads(), "method", "'" + options_.method + "'", "one that reads a prompt once",
+                     "this integration passes no prompt through the model twice");
+    cache_ = std::move(made);
+    facts_ = facts;
+  }
+
+  /// Saves or loads what belongs to a sequence beside its cache. Makes the cache where there is none yet.
+  template <class Archive>
+  void transfer(sequence& held, Archive& archive) {
+    std::string model = model_name(), method = options_.method;
+    archive.text(model);
+    archive.text(method);
+    require_same_model(model);
+    if (method != options_.method)
+      tessera::fail("method of a saved sequence", "'" + method + "'", "'" + options_.method + "'",
+                    "ask for the method that the sequence was saved with");
+    model_facts facts = facts_;
+    for (index_t* number : {&facts.heads, &facts.kv_heads, &facts.dim}) archive.number(*number);
+    for (float* number : {&facts.scale, &facts.soft_cap}) archive.number(*number);
+    archive.flag(held.in_prompt);
+    archive.number(held.ended);
+    if constexpr (Archive::loads) {
+      archive.require(facts.scale - facts.scale == 0 && facts.soft_cap - facts.soft_cap == 0 && held.ended >= 0,
+                      "with numbers that cannot be");
+      if (!cache_) make_cache(facts);
+      archive.require(facts == facts_, "of a model with other heads");
     }
   }
 
@@ -201,20 +271,12 @@ class attention final : public graph_observer {
   /// Makes the cache by what the first layer shows, opens new sequences, and prepares the pass.
   void begin(const attention_node& node) {
     require_causal(node);
-    if (!cache_) {
-      tessera::any_cache_request request;
-      request.shape = {layers(), node.q.heads, node.kv_heads()};
-      request.budget = options_.budget;
-      request.settings = options_.settings;
-      request.rule.scale = node.scale, request.rule.soft_cap = node.soft_cap;
-      tessera::require(node.v->ne[0] == node.k->ne[0], "channels of values", node.v->ne[0], "those of keys",
-                       "take another model");
-      auto made = tessera::make_cache(options_.method, "fp16", index_t(node.k->ne[0]), request, workers_);
-      tessera::require(!made->rereads(), "method", "'" + options_.method + "'", "one that reads a prompt once",
-                       "this integration passes no prompt through the model twice");
-      cache_ = std::move(made);
-      scale_ = node.scale, soft_cap_ = node.soft_cap;
-    }
+    tessera::require(node.v->ne[0] == node.k->ne[0], "channels of values", node.v->ne[0], "those of keys",
+                     "take another model");
+    const model_facts seen{node.q.heads, node.kv_heads(), index_t(node.k->ne[0]), node.scale, node.soft_cap};
+    if (!cache_) make_cache(seen);
+    tessera::require(seen == facts_, "attention of the model", "another than that of the loaded sequences", "the same",
+                     "load sequences of this model alone");
     tessera::host_vector<tessera::batch_item> items;
     for (const row_run& run : runs_) {
       if (!has(run.sequence)) sequences_[run.sequence] = {cache_->open()}, opened_.push_back(run.sequence);
@@ -281,8 +343,8 @@ class attention final : public graph_observer {
   std::vector<row_run> runs_;      // of the pass
   std::vector<llama_token> text_;  // of the pass
   std::vector<llama_seq_id> opened_;
-  index_t seen_layers_ = 0;         // of the pass
-  float scale_ = 0, soft_cap_ = 0;  // of the model's logits
+  index_t seen_layers_ = 0;  // of the pass
+  model_facts facts_;
   std::function<void(const traced_rows&)> shown_;
   tessera::mixed_batch work_;
   std::vector<float> k_, v_;

@@ -9,6 +9,7 @@
 
 #include <tessera/backend/cpu/choose/model_scores.hpp>
 #include <tessera/budget/uniform.hpp>
+#include <tessera/runtime/saved/archive.hpp>
 #include <tessera/scope/per_head.hpp>
 #include <tessera/scorer/observation_window.hpp>
 #include <tessera/selector/top_tokens.hpp>
@@ -141,6 +142,47 @@ class eviction final : public graph_observer {
                      "decode the prompt again");
   }
 
+  /// Writes a sequence as bytes: llama.cpp's state, and which positions it holds. The sink's exceptions pass through.
+  /// Errors   a sequence without tokens: tessera::error.
+  void save(llama_context* context, llama_seq_id id, const std::function<void(const void*, std::size_t)>& sink) {
+    const auto found = sequences_.find(id);
+    tessera::require(found != sequences_.end(), "sequence", id, "one that has tokens", "decode its prompt first");
+    tessera::host_vector<llama_pos> held = found->second.positions,
+                                    by_cell = in_order_of_cells(found->second, found->second.positions);
+    tessera::host_vector<std::uint8_t> bytes(llama_state_seq_get_size(context, id));
+    llama_state_seq_get_data(context, bytes.data(), bytes.size(), id);
+    tessera::saved_writer archive(sink);
+    archive.text(model_name());
+    transfer(held, by_cell, bytes, archive);
+    archive.end();
+  }
+  /// Reads a sequence that `save` wrote, in place of the one of this id. Scores are not saved: the next prompt's end makes new ones.
+  /// Errors   bytes that are cut or damaged, or of another model: tessera::error, and nothing has changed. A context without free cells
+  ///          for them: tessera::error, and the sequence is empty.
+  void load(llama_context* context, llama_seq_id id, const std::function<std::size_t(void*, std::size_t)>& source) {
+    tessera::saved_reader archive(source);
+    std::string model;
+    archive.text(model);
+    require_same_model(model);
+    tessera::host_vector<llama_pos> held, by_cell;
+    tessera::host_vector<std::uint8_t> bytes;
+    transfer(held, by_cell, bytes, archive);
+    archive.end();
+    auto sorted = by_cell;
+    std::sort(sorted.begin(), sorted.end());
+    archive.require(!held.empty() && sorted == held && std::is_sorted(held.begin(), held.end(), std::less_equal<>()),
+                    "with positions that cannot be");
+    forget(context, id);
+    const bool restored = llama_state_seq_set_data(context, bytes.data(), bytes.size(), id) > 0;
+    if (!restored) forget(context, id);
+    tessera::require(restored, "state of the sequence", "not taken by llama.cpp", "taken",
+                     "give the context cells for all of its tokens");
+    state& of = sequences_[id];
+    of.positions.assign(held.begin(), held.end());
+    of.by_cell.assign(by_cell.begin(), by_cell.end());
+    of.knows_cells = false;
+  }
+
   /// Empties a sequence.
   void forget(llama_context* context, llama_seq_id id) {
     llama_memory_seq_rm(llama_get_memory(context), id, -1, -1);
@@ -167,6 +209,13 @@ class eviction final : public graph_observer {
     std::vector<llama_pos> by_cell;  // positions in the order of their cells, where these are not known
   };
 
+  template <class Archive>
+  static void transfer(tessera::host_vector<llama_pos>& held, tessera::host_vector<llama_pos>& by_cell,
+                       tessera::host_vector<std::uint8_t>& bytes, Archive& archive) {
+    archive.numbers(held, tessera::max_tokens);
+    archive.numbers(by_cell, tessera::max_tokens);
+    archive.numbers(bytes, offset_t(1) << 40);
+  }
   static void check(const eviction_options& options) {
     tessera::require(options.window >= 1 && options.window <= 4096, "window", options.window, "1 to 4096",
                      "32 is usual");

@@ -33,6 +33,14 @@ inline void require_model(const llama_model* model) {
     refuse("one whose positions have several parts");
 }
 
+/// What tells a model from others: its description, parameters and bytes.
+inline std::string name_of_model(const llama_model* model) {
+  char text[256] = {};
+  llama_model_desc(model, text, sizeof text);
+  return std::string(text) + ", " + std::to_string(llama_model_n_params(model)) + " parameters, " +
+         std::to_string(llama_model_size(model)) + " bytes";
+}
+
 /// Errors   a tensor in a device's memory: tessera::error.
 inline void require_host(const ggml_tensor* tensor) {
   const ggml_tensor* const own = tensor->view_src ? tensor->view_src : tensor;
@@ -147,7 +155,8 @@ class graph_observer {
   graph_observer& operator=(const graph_observer&) = delete;
 
  protected:
-  explicit graph_observer(const llama_model* model) : layers_((require_model(model), llama_model_n_layer(model))) {}
+  explicit graph_observer(const llama_model* model)
+      : layers_((require_model(model), llama_model_n_layer(model))), model_name_(tessera_llama::name_of_model(model)) {}
   ~graph_observer() = default;
 
   virtual void see(index_t layer, const attention_node& node) = 0;
@@ -165,6 +174,12 @@ class graph_observer {
                      "make the context with flash attention, as attach does");
   }
   index_t layers() const { return layers_; }
+  const std::string& model_name() const { return model_name_; }
+  /// Errors   saved bytes of another model: tessera::error.
+  void require_same_model(const std::string& saved) const {
+    tessera::require(saved == model_name_, "model of a saved sequence", "'" + saved + "'", "'" + model_name_ + "'",
+                     "load that model");
+  }
   /// The cells of the pass's tokens, in the batch's order.
   const std::vector<std::int64_t>& cells() const { return cells_; }
 
@@ -202,6 +217,7 @@ class graph_observer {
   }
 
   index_t layers_, layer_ = 0;
+  std::string model_name_;
   bool watches_ = false;
   const ggml_tensor* indices_ = nullptr;
   std::vector<std::int64_t> cells_;

@@ -2,6 +2,7 @@
 #include "catch.hpp"
 
 #include <cmath>
+#include <cstring>
 #include <map>
 
 #include "tessera_llama/attend.hpp"
@@ -30,6 +31,24 @@ void decode(session& of, const std::vector<part>& parts) {
     for (const llama_token token : one.tokens) batch.add(token, position++, one.sequence, true);
   }
   of.own.decode(of.context.get(), batch.get());
+}
+
+std::vector<unsigned char> saved(attention& own, llama_seq_id id) {
+  std::vector<unsigned char> bytes;
+  own.save(id, [&](const void* data, std::size_t count) {
+    const auto* const first = static_cast<const unsigned char*>(data);
+    bytes.insert(bytes.end(), first, first + count);
+  });
+  return bytes;
+}
+void load(attention& own, llama_seq_id id, const std::vector<unsigned char>& bytes) {
+  std::size_t read = 0;
+  own.load(id, [&](void* data, std::size_t wanted) {
+    const std::size_t count = std::min(wanted, bytes.size() - read);
+    std::memcpy(data, bytes.data() + read, count);
+    read += count;
+    return count;
+  });
 }
 
 std::vector<float> copied(const tessera::rows_view<const float>& rows) {
@@ -151,7 +170,7 @@ TEST_CASE("slots of a server, mixed at random, attend as caches of one sequence 
     };
     std::map<llama_seq_id, alone> twins;
     const auto workers = std::make_shared<tessera::cpu::executor>(1);
-    long compared = 0;
+    long compared = 0, loads = 0;
     slots.own.trace([&](const attention::traced_rows& rows) {
       alone& twin = twins[rows.sequence];
       if (!twin.cache) {
@@ -197,6 +216,11 @@ TEST_CASE("slots of a server, mixed at random, attend as caches of one sequence 
         } else if (!twin.in_prompt && bits() % 8 == 0) {
           slots.own.begin_prompt(id);
           twin.in_prompt = true;
+        } else if (!twin.has_prompt && bits() % 6 == 0) {  // the slot's sequence leaves for memory and comes back
+          const auto bytes = saved(slots.own, id);
+          if (bits() % 2 == 0) slots.own.remove(id, 0);
+          load(slots.own, id, bytes);
+          ++loads;
         } else if (!twin.in_prompt && bits() % 5 == 0) {  // rollback
           const index_t position = twin.cache->next_position(twin.id) - 1, settled = twin.cache->settled(twin.id);
           if (position > 0 && position >= settled) {
@@ -208,6 +232,38 @@ TEST_CASE("slots of a server, mixed at random, attend as caches of one sequence 
       }
     }
     CHECK(compared > 200);
+    CHECK(loads > 20);
+  }
+}
+
+TEST_CASE("a saved sequence goes on in another process's cache, and damaged or foreign bytes change nothing") {
+  for (const std::string method : {"full", "snapkv", "quest", "mosaickv", "sentencekv"}) {
+    CAPTURE(method);
+    const auto& methods = tessera::cache_methods();
+    if (std::find(methods.begin(), methods.end(), method) == methods.end()) continue;
+    std::mt19937 bits(15);
+    const auto budget = method == "full" ? std::nullopt : std::optional<index_t>(48);
+    session own(method, budget, 2), other(method, budget, 2);
+    decode(own, {{0, random_tokens(bits, 200)}});
+    CHECK_THROWS_WITH(saved(own.own, 0), contains("; expected "));
+    own.own.end_prompt(0);
+    decode(own, {{0, {5}}});
+    const auto bytes = saved(own.own, 0);
+    auto damaged = bytes;
+    damaged[bytes.size() - 100] ^= 4;
+    CHECK_THROWS_WITH(load(other.own, 1, damaged), contains("saved sequence is damaged"));
+    CHECK_THROWS_WITH(load(other.own, 1, {bytes.begin(), bytes.end() - 1}), contains("saved sequence is cut short"));
+    CHECK_FALSE(other.own.has(1));
+    load(other.own, 1, bytes);
+    CHECK(other.own.next_position(1) == 201);
+    for (const llama_token token : {9, 11, 13}) {
+      decode(own, {{0, {token}}}), decode(other, {{1, {token}}});
+      CHECK(logits_of(own.context.get()) == logits_of(other.context.get()));
+    }
+    CHECK_THROWS_WITH(load(other.own, 1, damaged), contains("saved sequence is damaged"));
+    CHECK(other.own.next_position(1) == 204);
+    session foreign(method == "full" ? "snapkv" : "full");
+    CHECK_THROWS_WITH(load(foreign.own, 0, bytes), contains("method of a saved sequence is '" + method + "'"));
   }
 }
 

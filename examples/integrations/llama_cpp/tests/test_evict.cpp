@@ -2,6 +2,7 @@
 #include "catch.hpp"
 
 #include <cmath>
+#include <cstring>
 #include <numeric>
 
 #include "tessera_llama/attend.hpp"
@@ -125,6 +126,42 @@ TEST_CASE("a second turn is scored by the cells that hold the first, wherever th
   std::vector<llama_pos> both;
   std::set_intersection(kept[0].begin(), kept[0].end(), kept[1].begin(), kept[1].end(), std::back_inserter(both));
   CHECK(both.size() >= 115);
+}
+
+TEST_CASE("an evicted sequence that was saved goes on in another context, and can be evicted again") {
+  std::mt19937 bits(14);
+  watched own, other;
+  own.feed(random_tokens(bits, 300), true);
+  own.watcher.evict(own.context.get(), 0, 120);
+  own.feed({7}, false);
+  std::vector<unsigned char> bytes;
+  own.watcher.save(own.context.get(), 0, [&](const void* data, std::size_t count) {
+    const auto* const first = static_cast<const unsigned char*>(data);
+    bytes.insert(bytes.end(), first, first + count);
+  });
+  const auto load = [&](std::vector<unsigned char> from) {
+    std::size_t read = 0;
+    other.watcher.load(other.context.get(), 0, [&](void* data, std::size_t wanted) {
+      const std::size_t count = std::min(wanted, from.size() - read);
+      std::memcpy(data, from.data() + read, count);
+      read += count;
+      return count;
+    });
+  };
+  auto damaged = bytes;
+  damaged[bytes.size() / 2] ^= 1;
+  CHECK_THROWS_WITH(load(damaged), contains("saved sequence is damaged"));
+  CHECK(other.watcher.positions(0).empty());
+  load(bytes);
+  CHECK(other.watcher.positions(0) == own.watcher.positions(0));
+  other.next[0] = own.next[0];
+  const auto second = random_tokens(bits, 200);
+  own.feed(second, true), other.feed(second, true);
+  const auto kept = own.watcher.evict(own.context.get(), 0, 100);
+  const auto kept_there = other.watcher.evict(other.context.get(), 0, 100);
+  std::vector<llama_pos> both;
+  std::set_intersection(kept.begin(), kept.end(), kept_there.begin(), kept_there.end(), std::back_inserter(both));
+  CHECK(both.size() >= 95);  // cells in another order round otherwise
 }
 
 TEST_CASE("a refused batch leaves the sequences as they were") {

@@ -21,6 +21,8 @@ class any_cache_of final : public any_cache {
 
   index_t open(const sequence_options& options) override { return cache_.open(options); }
   index_t fork(index_t id) override { return cache_.fork(id); }
+  void save(index_t id, const std::function<void(const void*, std::size_t)>& sink) override { cache_.save(id, sink); }
+  index_t load(const std::function<std::size_t(void*, std::size_t)>& source) override { return cache_.load(source); }
   void close(index_t id) override { cache_.close(id); }
   void truncate(index_t id, index_t position) override { cache_.truncate(id, position); }
   void cancel(index_t id) override { cache_.cancel(id); }

@@ -38,6 +38,9 @@ class backend {
   /// Whether sequences of one step may have different numbers of tokens.
   static constexpr bool takes_uneven_steps = true;
 
+  /// Whether sequences can be saved and loaded.
+  static constexpr bool saves = true;
+
   /// Whether a step that has layers left can be taken back once it is through.
   static constexpr bool cancels_steps =
       taken_back<Recipe>() != takes_back::nothing && !packing_layout<layout> && reading<Recipe>::settled(1) == 0;
@@ -84,6 +87,16 @@ class backend {
       close(copy, q);
       throw;
     }
+  }
+  /// Saves a sequence between two turns or steps, or loads one into an open, empty one, which the caller closes where
+  /// this throws.
+  template <class Archive>
+  void transfer(index_t id, const sequence_state<Recipe>& state, Archive& archive, queue) {
+    const auto next = [&](index_t layer) { return state.layers[std::size_t(layer)].next_position; };
+    parts_.store.transfer(id, next, archive);
+    parts_.first.observer().transfer(id, state.policies, archive);
+    parts_.read_stage.transfer(id, parts_.store, state.policies, parts_.roles, archive);
+    parts_.prompts.transfer(id, next, archive);
   }
   /// The smallest position that a sequence can go back to, as far as its rows and its index decide it.
   index_t settled(index_t id, const sequence_state<Recipe>& state) const {

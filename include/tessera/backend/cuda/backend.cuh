@@ -9,6 +9,7 @@
 #include "../../runtime/prompt_pages.hpp"
 #include "../../runtime/turn/truncation.hpp"
 #include "cache/detail/prompt_turn.cuh"
+#include "cache/detail/saving.cuh"
 #include "cache/detail/step_bytes.cuh"
 #include "cache/detail/step_turn.cuh"
 
@@ -46,6 +47,9 @@ class backend {
   /// Whether sequences of one step may have different numbers of tokens.
   static constexpr bool takes_uneven_steps = parts_type::takes_uneven_steps;
 
+  /// Whether sequences can be saved and loaded: those of packed rows cannot yet.
+  static constexpr bool saves = !packing_layout<layout>;
+
   /// Whether a step that has layers left can be taken back once it is through.
   static constexpr bool cancels_steps = taken_back<Recipe>() != takes_back::nothing && !packing_layout<layout> &&
                                         parts_type::reading_type::settled(1) == 0;
@@ -60,16 +64,7 @@ class backend {
   index_t max_step_tokens() const { return parts_.options.step_tokens; }
   index_t max_draft_tokens() const { return parts_.options.draft_tokens; }
 
-  /// Errors   budgets of a sequence that exceed those of the recipe, for which memory was made.
-  void check_budgets(const Recipe& recipe, const Recipe& own) const {
-    require(own.budget() <= recipe.budget(), "budget of a sequence", own.budget(),
-            "at most the recipe's, which is " + std::to_string(recipe.budget()), "raise the recipe's budget");
-    if constexpr (Recipe::retain_type::chooses && Recipe::retrieve_type::retrieves && !Recipe::retain_type::plans) {
-      require(own.retrieve.tokens <= recipe.retrieve.tokens, "read_tokens of a sequence", own.retrieve.tokens,
-              "at most the recipe's, which are " + std::to_string(recipe.retrieve.tokens),
-              "raise the recipe's read_tokens");
-    }
-  }
+  void check_budgets(const Recipe& recipe, const Recipe& own) const { parts_type::check_budgets(recipe, own); }
   void open(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
     set_number(parts_.next.data() + id, index_t(0), stream);
     begin_sequence(id, stream);
@@ -106,6 +101,13 @@ class backend {
       clear(to, stream);
       throw;
     }
+  }
+
+  /// Saves a sequence between two turns or steps, or loads one into an open, empty one, which the caller closes where
+  /// this throws. Allocates; waits for the device.
+  template <class Archive>
+  void transfer(index_t id, const sequence_state<Recipe>& state, Archive& archive, cudaStream_t stream) {
+    transfer_sequence(parts_, id, state, archive, stream);
   }
 
   /// The smallest position that a sequence can go back to, as far as its rows and its index decide it.

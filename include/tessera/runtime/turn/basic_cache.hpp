@@ -49,6 +49,8 @@ class basic_cache {
   using layout = typename Recipe::layout_type;
   using element_type = typename layout::element_type;
   static constexpr int k_dim = layout::k_dim, v_dim = layout::v_dim;
+  /// Whether sequences can be saved and loaded.
+  static constexpr bool saves = requires { requires Backend::saves; };
 
   /// `resources`: the CPU's executor, or the sizes of a device's cache.
   /// Errors   an impossible shape, recipe or pair of them; no executor: tessera::error.
@@ -116,6 +118,22 @@ class basic_cache {
   /// Errors   nothing under way; a chunk that cannot be taken back (see `settled`); a step that cannot, of methods that
   ///          choose in steps or pack rows, which take drafts instead: tessera::error.
   void cancel(index_t id, default_queue queue = {});
+
+  /// Writes a sequence as bytes to sink(const void* data, std::size_t bytes), whose exceptions pass through. They hold
+  /// rows, columns, candidates, lines, observed queries, budgets, plan and clock, the facts of recipe and shape, and
+  /// checksums. The sequence stays. Of a segment's basis each sequence has a copy; a search that has not ended is
+  /// saved with the rows that it reads.
+  /// Errors   a prompt, a step or a draft under way: tessera::error.
+  template <class Sink>
+  void save(index_t id, Sink&& sink, default_queue queue = {}) requires saves;
+
+  /// Opens the sequence that `save` wrote, in a cache with the same recipe, parameters and shape, and returns its id.
+  /// source(void* data, std::size_t bytes) fills the memory and returns the bytes that it had, fewer only at the end.
+  /// What follows has the bits of the sequence that was saved. An index is built anew from the rows.
+  /// Errors   bytes that are cut, damaged, of another version or of another cache; no memory, or a pool with too few
+  ///          pages: an exception, and the cache is as before.
+  template <class Source>
+  index_t load(Source&& source, default_queue queue = {}) requires saves;
 
   void close(index_t id, default_queue queue = {});
 
@@ -442,3 +460,4 @@ class basic_cache {
 TESSERA_NAMESPACE_END
 
 #include "detail/basic_cache_calls.hpp"
+#include "detail/saving.hpp"

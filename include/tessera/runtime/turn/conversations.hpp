@@ -49,6 +49,8 @@ class conversations {
     copy.step = 0;  // a step of the copy must be prepared before it is decoded
     return insert(next_id(), std::move(copy));
   }
+  /// Opens a conversation that was saved. Call `require_room` first.   Returns  its id.
+  index_t adopt(conversation&& loaded) { return insert(next_id(), std::move(loaded)); }
   void close(index_t id) {
     find(id) = conversation(false, {}, none_, 0);
     closed_.add(id);

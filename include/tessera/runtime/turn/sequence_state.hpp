@@ -120,6 +120,28 @@ struct sequence_state {
     }
   }
 
+  /// Saves the clock and the progress of a sequence between two turns or steps, or loads them.
+  template <class Archive>
+  void transfer(Archive& archive) {
+    for (index_t* number : {&now.turn, &now.steps, &now.outputs, &now.tokens, &answer_began, &step_tokens}) {
+      archive.number(*number);
+      archive.require(*number >= 0, "with a clock that cannot be");
+    }
+    archive.flag(is_cut);
+    index_t next = front().next_position;
+    archive.number(next);
+    archive.require(next >= 0 && answer_began <= next, "with positions that cannot be");
+    for (layer_progress& layer : layers) {
+      layer.next_position = next;
+      for (segment_cursor* cursor : {&layer.text, &layer.answer_text}) {
+        archive.number(cursor->segment);
+        archive.number(cursor->tokens);
+        archive.require(cursor->segment >= 0 && cursor->tokens >= 0 && cursor->tokens < max_segment_tokens,
+                        "with segments that cannot be");
+      }
+    }
+  }
+
   /// Errors   a prompt or a step under way: tessera::error.
   void check_fork() const {
     for (const layer_progress& layer : layers) {

@@ -10,6 +10,7 @@
 #include "../../../core/selection.hpp"
 #include "../../../core/sequence_layer.hpp"
 #include "../../../recipe.hpp"
+#include "../../../runtime/saved/rows.hpp"
 #include "../choose/lines.hpp"
 #include "../kernel/scratch.hpp"
 #include "line_attention.hpp"
@@ -20,6 +21,7 @@ namespace cpu {
 /// Attends everything. Both kinds have these calls:
 ///   open(id), close(id)           opens a sequence; releases its memory, and needs none
 ///   copy(source, target)          copies to an empty sequence the lines that steps will read
+///   transfer(id, next, archive)   saves these lines, or loads them into an empty sequence; next(layer): its position
 ///   attend(...)                   attends a chunk's rows; where it throws, nothing has changed
 ///   join(owner, selections)       adds the prompts' columns to the selections of a filter
 ///   has_slashes(owner)            whether slash lines of prompts join what steps read
@@ -32,6 +34,8 @@ class prompt_attending {
   void open(index_t) {}
   void close(index_t) {}
   void copy(index_t, index_t) {}
+  template <class Next, class Archive>
+  void transfer(index_t, const Next&, Archive&) {}
   void trace(bool) {}
   template <class View, class E>
   void attend(sequence_layer, const Recipe&, const View& view, const query_rows<E>& queries, const logit_rule& rule,
@@ -63,6 +67,25 @@ class prompt_attending<Recipe, true> {
       remembered& to = remembered_[sequence_layer{layer, target}];
       to.columns = remembered_[sequence_layer{layer, source}].columns;
       to.slashes = remembered_[sequence_layer{layer, source}].slashes;
+    }
+  }
+  template <class Next, class Archive>
+  void transfer(index_t id, const Next& next, Archive& archive) {
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      remembered& own = remembered_[sequence_layer{layer, id}];
+      for (lines_by_head* all : {&own.columns, &own.slashes}) {
+        index_t heads = index_t(all->size());
+        archive.number(heads);
+        archive.require(heads == 0 || heads == shape_.q_heads, "with lines of other heads");
+        all->resize(std::size_t(heads));
+        for (host_vector<index_t>& lines : *all) {
+          index_t count = index_t(lines.size());
+          archive.number(count);
+          archive.require(count >= 0 && count <= next(layer), "with more lines than tokens");
+          lines.resize(std::size_t(count));
+          transfer_ascending(lines.data(), count, next(layer), archive);
+        }
+      }
     }
   }
   void trace(bool on) { tracing_ = on; }

@@ -36,6 +36,7 @@ struct choice_inputs {
 ///   forget(id), forget(owner)      forgets an open sequence, or one layer of it; needs no memory
 ///   end_turn(id)                   forgets what does not last from turn to turn
 ///   copy(source, target)           between turns: copies what lasts to an empty sequence
+///   transfer(id, policies, archive)   between turns: saves what lasts, or loads it into an empty sequence
 ///   observe_prompt(...)            observes the queries of a chunk's last tokens; unchanged when memory runs out
 ///   observe_step(b, ...)           observes the queries of a step, of the b-th sequence of a batch; returns the bytes
 ///                                  of scores that it read; unchanged when memory runs out
@@ -55,6 +56,8 @@ class no_observer {
   void forget(sequence_layer) {}
   void end_turn(index_t) {}
   void copy(index_t, index_t) {}
+  template <class Archive>
+  void transfer(index_t, const planned<Recipe>&, Archive&) {}
   template <class E>
   void observe_prompt(sequence_layer, store_type&, const planned<Recipe>&, const logit_rule&, const rows_view<const E>&,
                       index_t, executor&) {}
@@ -159,6 +162,16 @@ class following_observer : public window_observer<Recipe> {
       this->windows_[sequence_layer{layer, to}] = this->windows_[sequence_layer{layer, from}];
     }
   }
+  template <class Archive>
+  void transfer(index_t id, const planned<Recipe>& policies, Archive& archive) {
+    const offset_t row = offset_t(this->q_heads_) * base::k_dim;
+    const offset_t rows = offset_t(policies.first.scorer.window) + step_rows;
+    for (index_t layer = 0; layer < this->layers_; ++layer) {
+      host_vector<float>& window = this->windows_[sequence_layer{layer, id}];
+      archive.numbers(window, rows * row);
+      archive.require(offset_t(window.size()) % row == 0, "with a part of a query");
+    }
+  }
 
   /// The previous window stays before the new rows until the next step, so that `abandon` can drop these.
   template <class E>
@@ -176,7 +189,8 @@ class following_observer : public window_observer<Recipe> {
   }
 
  private:
-  scratch<host_vector<index_t>> added_;  // by sequence of a batch: rows of the step
+  static constexpr offset_t step_rows = 8;  // that a step adds at most
+  scratch<host_vector<index_t>> added_;     // by sequence of a batch: rows of the step
 };
 
 template <class Recipe>

@@ -8,6 +8,7 @@
 #include "../../../core/selection.hpp"
 #include "../../../core/stored/room.hpp"
 #include "../../../core/views.hpp"
+#include "../../../runtime/saved/rows.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -70,6 +71,23 @@ class candidates {
     for (index_t h = 0; h < chosen.rows(); ++h) {
       for (index_t i = 0; i < count(h); ++i) positions_.push_back(all.position(0, h, row(h)[i]));
     }
+  }
+
+  /// Saves the candidates of heads of these lengths, or loads them.
+  template <class Archive>
+  void transfer(const host_vector<index_t>& lengths, Archive& archive) {
+    host_vector<index_t> counts = counts_;
+    counts.resize(lengths.size());
+    archive.rows(counts.data(), counts.size());
+    selection loaded;
+    for (std::size_t h = 0; h < counts.size(); ++h)
+      archive.require(counts[h] >= 0 && counts[h] <= lengths[h], "with more candidates than tokens");
+    if constexpr (Archive::loads) loaded.reset(counts), loaded.counts = counts;
+    for (std::size_t h = 0; h < counts.size(); ++h) {
+      index_t* const row = Archive::loads ? loaded.row(index_t(h)) : slots_.data() + begins_[h];
+      transfer_ascending(row, counts[h], lengths[h], archive);
+    }
+    if constexpr (Archive::loads) assign(loaded);
   }
 
   /// Removes all slots and releases their memory.

@@ -24,6 +24,7 @@ class exact_reader;
 ///                                            and `choose` may run out of memory; the other calls need none
 ///   clear(entry)                             the sequence is closed: releases the entry's memory
 ///   copy(source, target)                     copies an entry to an open, empty one
+///   transfer(entry, archive)                 saves what rows do not tell, or loads it; `refresh` follows. Few have it
 ///   forget(entry)                            a step or the end of a prompt has failed: the index of the last views is
 ///                                            wrong, and the next `refresh` or `append` builds it anew
 ///   truncate(entry, lengths)                 heads of the entry's view have become shorter; a reader without it is

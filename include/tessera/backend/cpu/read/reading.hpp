@@ -6,6 +6,7 @@
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/plan/layer_peak.hpp"
 #include "../../../core/sequence_layer.hpp"
+#include "../../../runtime/layer_roles.hpp"
 #include "../store/kv_store.hpp"
 #include "candidates.hpp"
 #include "exact/exact_reader.hpp"
@@ -74,6 +75,31 @@ class reading {
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       reader_.copy(order_.index({layer, source}), order_.index({layer, target}));
       if constexpr (filters) candidates_[sequence_layer{layer, target}] = candidates_[sequence_layer{layer, source}];
+    }
+  }
+
+  /// Saves the candidates of a sequence, or loads them into an open, empty one, which the caller closes where this
+  /// throws. A loaded index is built anew from the rows, which must be there.
+  template <class Archive>
+  void transfer(index_t id, store_type& stored, const planned<Recipe>& policies, const layer_roles& roles,
+                Archive& archive) {
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      const sequence_layer owner{layer, id};
+      if constexpr (filters) {
+        index_t sets = index_t(candidates_[owner].size());
+        archive.number(sets);
+        archive.require(sets == 1 || sets == shape_.q_heads / shape_.kv_heads, "with sets of candidates of no head");
+        candidates_[owner].resize(std::size_t(sets));
+        for (candidates& list : candidates_[owner]) list.transfer(stored.lengths(owner), archive);
+      }
+      const std::size_t index = order_.index(owner);
+      if constexpr (requires { reader_.transfer(index, archive); }) reader_.transfer(index, archive);
+      if constexpr (Archive::loads && retrieve_type::retrieves) {
+        if (!roles.follows_recipe(layer)) continue;
+        const candidates* list = nullptr;
+        if constexpr (filters) list = &candidates_[owner].front();
+        reader_.refresh(index, shown(owner, stored, view(owner, stored), list), policies, true);
+      }
     }
   }
 

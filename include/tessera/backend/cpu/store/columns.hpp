@@ -8,6 +8,7 @@
 #include "../../../core/stored/room.hpp"
 #include "../../../core/stored/segment_cursor.hpp"
 #include "../../../core/types.hpp"
+#include "../../../runtime/saved/rows.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -92,6 +93,28 @@ class columns {
       }
     }
     for (std::size_t h = 0; h < lengths.size(); ++h) move_row(h, &chosen, chosen.counts[h], begins_[h], *this);
+  }
+
+  /// Saves the columns of heads of these lengths, or loads those of empty heads. `next`: the layer's next position.
+  template <class Archive>
+  void transfer(const host_vector<index_t>& lengths, index_t next, Archive& archive) {
+    archive.flag(scattered_);
+    if (!scattered_) {
+      for (const index_t length : lengths) archive.require(length == next, "with lengths that cannot be");
+    }
+    if (!with_.any() && !scattered_) return;
+    if constexpr (Archive::loads) {
+      reserve(lengths);
+      if (scattered_) positions_.resize(std::size_t(total()));
+      if (with_.scores) scores_.resize(std::size_t(total()));
+      if (with_.segments) segments_.resize(std::size_t(total()));
+    }
+    for (std::size_t h = 0; h < lengths.size(); ++h) {
+      const std::size_t begin = std::size_t(begins_[h]), count = std::size_t(lengths[h]);
+      if (scattered_) transfer_ascending(positions_.data() + begin, index_t(count), next, archive);
+      if (with_.scores) archive.rows(scores_.data() + begin, count);
+      if (with_.segments) archive.rows(segments_.data() + begin, count);
+    }
   }
 
   /// Removes everything and releases the memory.

@@ -10,6 +10,7 @@
 #include "placed_pages.hpp"
 #include "placed_ragged.hpp"
 #include "placed_runs.hpp"
+#include "transfer_view.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -97,6 +98,20 @@ class kv_store {
     for (index_t layer = 0; layer < order_.layers; ++layer) {
       rows_.copy(order_.index({layer, from}), order_.index({layer, to}));
       stored_[sequence_layer{layer, to}] = stored_[sequence_layer{layer, from}];
+    }
+  }
+
+  /// Saves a sequence, or loads one into an empty one, which the caller clears where this throws. next(layer): the
+  /// layer's next position.
+  template <class Next, class Archive>
+  void transfer(index_t id, const Next& next, Archive& archive) {
+    for (index_t layer = 0; layer < order_.layers; ++layer) {
+      const sequence_layer owner{layer, id};
+      stored_tokens& stored = stored_[owner];
+      transfer_lengths(stored.lengths, next(layer), archive);
+      if constexpr (Archive::loads) rows_.lay_out(order_.index(owner), stored.lengths);
+      stored.beside.transfer(stored.lengths, next(layer), archive);
+      transfer_view(rows_.view(order_.index(owner), stored.lengths), archive);
     }
   }
 

@@ -65,6 +65,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
       if constexpr (encoding_type::scaled) rows(k_scales_, 1), rows(v_scales_, 1);
     }
   }
+  void lay_out(std::size_t entry, const host_vector<index_t>& lengths) { make_room(entry, lengths, 0); }
   offset_t bytes(std::size_t entry) const {
     return entry < tables_.size() ? offset_t(tables_[entry].size()) * page_rows() * Layout::token_bytes() : 0;
   }

@@ -57,6 +57,24 @@ class placed_rows<Layout, ragged_pages> {
     fill(entry);  // of fewer blocks than before
   }
 
+  /// Gives each head blocks for `tokens[h]` tokens. Nothing changes where pages or memory run out.
+  void lay_out(std::size_t entry, const host_vector<index_t>& tokens) {
+    table added = tables_[entry];
+    added.tokens = tokens;
+    std::size_t blocks = 0;
+    for (const index_t count : tokens) blocks += std::size_t(ceil_div(count, page_));
+    added.blocks.reserve(blocks);
+    table previous = std::exchange(tables_[entry], std::move(added));
+    try {
+      acquire_pages(entry);
+    } catch (...) {
+      tables_[entry] = std::move(previous);
+      release_pages(entry);
+      throw;
+    }
+    fill(entry);
+  }
+
   void expect(index_t id, index_t tokens) {
     offset_t pages = tokens > 0 ? pool_.reserved(id) : 0;
     pages = (std::max)(pages, pages_with(id, tokens));
@@ -148,23 +166,6 @@ class placed_rows<Layout, ragged_pages> {
   /// Pages that a group's longest head needs.
   index_t pages_of(index_t id, index_t group) const { return groups_.pages_for(group, longest(id, group), page_); }
 
-  /// Gives each head blocks for `tokens[h]` tokens. Nothing changes where pages or memory run out.
-  void lay_out(std::size_t entry, const host_vector<index_t>& tokens) {
-    table added = tables_[entry];
-    added.tokens = tokens;
-    std::size_t blocks = 0;
-    for (const index_t count : tokens) blocks += std::size_t(ceil_div(count, page_));
-    added.blocks.reserve(blocks);
-    table previous = std::exchange(tables_[entry], std::move(added));
-    try {
-      acquire_pages(entry);
-    } catch (...) {
-      tables_[entry] = std::move(previous);
-      release_pages(entry);
-      throw;
-    }
-    fill(entry);
-  }
   void acquire_pages(std::size_t entry) {
     const index_t id = id_of(entry);
     offset_t more = 0;

@@ -29,6 +29,7 @@ inline offset_t rows_with_room(const host_vector<index_t>& lengths) {
 ///   truncate(entry, lengths)                 releases what heads of these lengths do not need; needs no memory
 ///   open(entry), clear(entry)                makes an empty entry; releases its memory, and needs none
 ///   copy(source, target)                     copies an entry to an empty one, which the caller clears where it throws
+///   lay_out(entry, lengths)                  makes an empty entry one with memory for heads of these lengths
 ///   expect(id, tokens)                       reserves memory for `tokens` more in every head of a sequence, 0: none;
 ///                                            throws where a pool has no more
 ///   bytes(entry)
@@ -93,6 +94,14 @@ class placed_rows<Layout, runs> {
   void copy(std::size_t source, std::size_t target) {
     run_of(target);  // so that the assignment moves no run
     runs_[target] = run_of(source);
+  }
+  void lay_out(std::size_t entry, const host_vector<index_t>& lengths) {
+    host_vector<index_t> capacities;
+    for (const index_t length : lengths) capacities.push_back(length + spare_room(length));
+    selection none;
+    none.reset(host_vector<index_t>(lengths.size(), 0));
+    executor alone(1);
+    move(run_of(entry), none.counts, capacities, none, alone);
   }
   offset_t bytes(std::size_t entry) const {
     if (entry >= runs_.size()) return 0;

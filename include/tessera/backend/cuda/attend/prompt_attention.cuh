@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(Threads) add_columns_entry(line_tables chunk, 
 /// Attends everything. Both kinds have these calls:
 ///   open(id, stream)                                               begins an empty sequence
 ///   copy(from, to, stream)                                         copies the columns that another one's prompts left
+///   transfer(id, next, archive, stream)                            saves these columns, or loads them
 ///   attend(owner, recipe, problem, first, attention, stream)       a chunk's rows, the first at position `first`
 ///   columns(layer)                                                 the columns that prompts leave for steps
 ///   trace(on), lines(owner)                                        the lines of the last chunk that was traced
@@ -36,6 +37,8 @@ class prompt_attending {
   prompt_attending(const Recipe&, const model_shape&, const cache_options&, const device_info&) {}
   void open(index_t, cudaStream_t) {}
   void copy(index_t, index_t, cudaStream_t) {}
+  template <class Next, class Archive>
+  void transfer(index_t, const Next&, Archive&, cudaStream_t) {}
   joined_columns columns(index_t) const { return {}; }
   offset_t bytes_of_layer() const { return 0; }
   template <class Attention>
@@ -98,6 +101,41 @@ class prompt_attending<Recipe, View, Out, true> {
   void copy(index_t from, index_t to, cudaStream_t stream) {
     for (index_t layer = 0; words_ > 0 && layer < shape_.layers; ++layer)
       copy_on_device(columns_of({layer, to}), columns_of({layer, from}), std::size_t(shape_.q_heads * words_), stream);
+  }
+  /// Columns are lists of numbers in an archive, as the CPU has them. Waits for the stream.
+  template <class Next, class Archive>
+  void transfer(index_t id, const Next& next, Archive& archive, cudaStream_t stream) {
+    host_vector<std::uint32_t> bits(std::size_t(shape_.q_heads) * std::size_t(words_));
+    const auto move = [&](std::uint32_t* device) {
+      check(Archive::loads ? cudaMemcpyAsync(device, bits.data(), bits.size() * 4, cudaMemcpyHostToDevice, stream)
+                           : cudaMemcpyAsync(bits.data(), device, bits.size() * 4, cudaMemcpyDeviceToHost, stream),
+            "cudaMemcpyAsync");
+      check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    };
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      index_t heads = words_ > 0 ? shape_.q_heads : 0, slashes = 0;
+      archive.number(heads);
+      archive.require(heads == 0 || (heads == shape_.q_heads && words_ > 0), "with lines of other heads");
+      std::fill(bits.begin(), bits.end(), 0u);
+      if (!Archive::loads && heads > 0) move(columns_of({layer, id}));
+      for (index_t head = 0; head < heads; ++head) {
+        std::uint32_t* const own = bits.data() + offset_t(head) * words_;
+        const index_t end = (std::min)(next(layer), words_ * 32);
+        host_vector<index_t> lines;
+        for (index_t i = 0; !Archive::loads && i < end; ++i) {
+          if (own[i / 32] >> i % 32 & 1) lines.push_back(i);
+        }
+        index_t count = index_t(lines.size());
+        archive.number(count);
+        archive.require(count >= 0 && count <= end, "with more lines than tokens");
+        lines.resize(std::size_t(count));
+        transfer_ascending(lines.data(), count, end, archive);
+        for (const index_t i : lines) own[i / 32] |= 1u << i % 32;
+      }
+      if (Archive::loads && heads > 0) move(columns_of({layer, id}));
+      archive.number(slashes);
+      archive.require(slashes == 0, "with slash lines, which a GPU does not read");
+    }
   }
   joined_columns columns(index_t layer) const { return {words_ > 0 ? columns_of({layer, 0}) : nullptr, words_}; }
   offset_t bytes_of_layer() const { return offset_t(shape_.q_heads) * words_ * 4; }

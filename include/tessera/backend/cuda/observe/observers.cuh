@@ -35,6 +35,7 @@ inline constexpr index_t observed_at_once = 512;
 ///   queries_at_once(recipe, options)     an upper bound of the rows of queries that one call scores
 ///   forget(id), forget(owner)            forgets what was observed of a turn, except what lasts from turn to turn
 ///   copy(from, to, stream)               copies what lasts to an id that continues another one
+///   transfer(id, next, archive, stream)  saves what lasts, or loads it; next(layer): the layer's next position
 ///   observe_prompt(...)                  called after a chunk's tokens were appended: observes the chunk's queries,
 ///                                        the last of which is at position `next` - 1
 ///   lse_room(tokens)                     memory to which the attention of a prompt's newest tokens writes log-sum-exps
@@ -64,6 +65,8 @@ class no_observer {
   void forget(index_t) {}
   void forget(sequence_layer) {}
   void copy(index_t, index_t, cudaStream_t) {}
+  template <class Next, class Archive>
+  void transfer(index_t, const Next&, Archive&, cudaStream_t) {}
   void observe_prompt(sequence_layer, const store_type&, const planned<Recipe>&, const logit_rule&,
                       const rows_view<const T>&, index_t, cudaStream_t) {}
   rows_view<float> lse_room(index_t) const { return {}; }
@@ -158,11 +161,17 @@ class following_observer : public no_observer<Recipe> {
   following_observer(const Recipe& recipe, const model_shape& shape, const cache_options& options,
                      const device_info& device, index_t batch)
       : base(recipe, shape, options, device, batch),
+        layers_(shape.layers),
         window_(shape.layers, options.sequences, batch, recipe.retain.scorer.window, options.step_tokens, shape.q_heads,
                 Recipe::layout_type::k_dim) {}
 
   static index_t queries_at_once(const Recipe& recipe, const cache_options&) { return recipe.retain.scorer.window; }
   void copy(index_t id, index_t to, cudaStream_t stream) { window_.copy(id, to, stream); }
+  template <class Next, class Archive>
+  void transfer(index_t id, const Next& next, Archive& archive, cudaStream_t stream) {
+    for (index_t layer = 0; layer < layers_; ++layer)
+      window_.transfer({layer, id}, next(layer), set_number(position_.data(), next(layer), stream), archive, stream);
+  }
 
   void observe_prompt(sequence_layer owner, const store_type&, const planned<Recipe>&, const logit_rule&,
                       const rows_view<const T>& q, index_t next, cudaStream_t stream) {
@@ -186,6 +195,7 @@ class following_observer : public no_observer<Recipe> {
   offset_t bytes_of_layer() const { return window_.bytes_per_entry(); }
 
  private:
+  index_t layers_;
   query_ring<T> window_;
   device_buffer<index_t> position_{1};
 };

@@ -11,10 +11,12 @@
 #include "../../../runtime/layer_roles.hpp"
 #include "../cache_options.hpp"
 #include "append.cuh"
+#include "detail/column_runs.cuh"
 #include "detail/placed_pages.cuh"
 #include "detail/placed_ragged.cuh"
 #include "detail/placed_runs.cuh"
 #include "pack.cuh"
+#include "transfer_view.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -23,15 +25,6 @@ namespace cuda {
 struct kept_slots {
   selection_view chosen;
   kept_bound bound;
-};
-
-/// The columns that a recipe asks for.
-struct column_set {
-  bool positions = false;  ///< where tokens are dropped
-  bool scores = false;     ///< of scorers that accumulate
-  bool segments = false;   ///< which segment of the text a token belongs to
-  index_t mean_block = 0;  ///< packed rows that share a stored mean key; 0: no means
-  std::size_t count() const { return std::size_t(positions) + std::size_t(scores) + std::size_t(segments); }
 };
 
 /// The segments of new tokens, on the device; null where a store has no segments.
@@ -68,11 +61,8 @@ class kv_store {
         stored_(layers * sequences, kv_heads),
         rows_(where, layers, sequences, kv_heads, tokens,
               rows > 0 ? rows : rows_type::rows_for(where, layers * sequences, kv_heads, tokens)),
-        columns_(layers * sequences, kv_heads,
-                 with.count() > 0 ? run_pool::rows_for(layers * sequences, kv_heads, tokens) : 0,
-                 host_vector<index_t>(with.count(), 4), "rows of the columns"),
-        lengths_(layers, sequences, kv_heads),
-        begins_(layers, sequences, kv_heads) {}
+        columns_(with, layers, sequences, kv_heads, tokens),
+        lengths_(layers, sequences, kv_heads) {}
 
   /// Whether groups of heads share the pages of one pool.
   static constexpr bool in_groups = requires(const rows_type& rows) { rows.groups(); };
@@ -85,19 +75,23 @@ class kv_store {
 
   /// A view of one sequence of a layer.
   view_type view(sequence_layer owner) const {
-    return with_columns(rows_.view(owner), lengths_.entry(owner), begins_.entry(owner));
+    return with_columns(rows_.view(owner), lengths_.entry(owner), columns_.begins_of(owner));
   }
   /// A view of the batch that the step table gathered.
   view_type batch_view(index_t layer, index_t batch) const {
-    return with_columns(rows_.batch_view(layer, batch), lengths_.batch(layer), begins_.batch(layer));
+    return with_columns(rows_.batch_view(layer, batch), lengths_.batch(layer), columns_.begins_column().batch(layer));
   }
   host_vector<detail::gathered_column> gathered() const {
-    return {lengths_.gathered(), begins_.gathered(), rows_.column()};
+    return {lengths_.gathered(), columns_.begins_column().gathered(), rows_.column()};
   }
-  slot_column<index_t> positions(const view_type& view) const { return {positions(), 0, 0, view.position_begin}; }
+  slot_column<index_t> positions(const view_type& view) const {
+    return {columns_.positions(), 0, 0, view.position_begin};
+  }
   slot_column<float> scores(const view_type& view) const { return {scores(), 0, 0, view.position_begin}; }
-  float* scores() const { return with_.scores ? columns_.plane_data<float>(with_.positions) : nullptr; }
-  slot_column<const index_t> segments(const view_type& view) const { return {segments(), 0, 0, view.position_begin}; }
+  float* scores() const { return columns_.scores(); }
+  slot_column<const index_t> segments(const view_type& view) const {
+    return {columns_.segments(), 0, 0, view.position_begin};
+  }
 
   void require_fits(sequence_layer owner, index_t tokens) const {
     require_tokens_of_head(offset_t(bound(owner).longest) + tokens, tokens_);
@@ -118,7 +112,7 @@ class kv_store {
         const std::size_t entry = order_.index(owner);
         rows_.plan_room(entry, stored_.tokens(entry), tokens);
         if (columns_.holds_planes() && columns_.free_rows(entry) < tokens)
-          plan_columns(entry, stored_.bound(entry), tokens);
+          columns_.plan_rows(entry, stored_.bound(entry), tokens);
       }
     } catch (...) {
       abandon();
@@ -134,9 +128,9 @@ class kv_store {
     for (const sequence_layer owner : owners) {
       const std::size_t entry = order_.index(owner);
       rows_.commit_room(entry, lengths(owner), stored_.tokens(entry), stream);
-      if (lay_out_columns(entry, lengths(owner), stream)) {
-        columns_.move(begins(entry), lengths(owner), stored_.bound(entry).longest, stream);
-        columns_.adopt(begins(entry), stream);
+      if (columns_.lay_out_rows(entry, lengths(owner), stream)) {
+        columns_.move(columns_.begins(entry), lengths(owner), stored_.bound(entry).longest, stream);
+        columns_.adopt(columns_.begins(entry), stream);
       }
     }
     if constexpr (in_groups) rows_.finish(stream);
@@ -158,7 +152,7 @@ class kv_store {
                      columns = columns_.rows_to_take(stored_.bounds(), tokens, tokens_);
       auto planes = rows.planes_for(count), column_planes = columns_.planes_for(columns);
       rows.move_to(std::move(planes), count, [&](std::size_t p) { return rows_.begins(p); }, stream);
-      columns_.move_to(std::move(column_planes), columns, [&](std::size_t p) { return begins(p); }, stream);
+      columns_.move_to(std::move(column_planes), columns, [&](std::size_t p) { return columns_.begins(p); }, stream);
     }
   }
   /// Notes on the host that every head grew by `tokens`, or lost its newest ones.
@@ -193,7 +187,7 @@ class kv_store {
     if (with_.positions) problem.positions = positions(view);
     if (with_.scores) problem.scores = scores(view);
     if (with_.segments) {
-      problem.segments = {segments(), 0, 0, view.position_begin};
+      problem.segments = {columns_.segments(), 0, 0, view.position_begin};
       problem.boundaries = text.boundaries;
       problem.texts = text.texts;
     }
@@ -217,7 +211,7 @@ class kv_store {
       for (std::size_t i = 0; i < owners.size(); ++i) {
         const std::size_t entry = order_.index(owners[i]);
         rows_.plan_keep(entry, stored_.bound(entry), kept[i]);
-        if (columns_.holds_planes()) plan_columns(entry, kept[i], 0);
+        if (columns_.holds_planes()) columns_.plan_rows(entry, kept[i], 0);
       }
     } catch (...) {
       abandon();
@@ -232,23 +226,23 @@ class kv_store {
     problem.lengths = lengths(owner);
     stored_.keep(entry, kept.bound);
     if constexpr (rows_type::keeps_in_place) {
-      set_columns(problem, from.position_begin);
+      columns_.add_to(problem, from.position_begin);
       rows_.keep(entry, problem, *movers_, stored_.tokens(entry), stream);
-      if (lay_out_columns(entry, lengths(owner), stream)) {
-        columns_.move(begins(entry), lengths(owner), kept.bound.longest, stream);
-        columns_.adopt(begins(entry), stream);
+      if (columns_.lay_out_rows(entry, lengths(owner), stream)) {
+        columns_.move(columns_.begins(entry), lengths(owner), kept.bound.longest, stream);
+        columns_.adopt(columns_.begins(entry), stream);
       }
     } else {
-      lay_out_columns(entry, kept.chosen.counts, stream);
-      set_columns(problem, columns_.new_begins());
+      columns_.lay_out_rows(entry, kept.chosen.counts, stream);
+      columns_.add_to(problem, columns_.new_begins());
       rows_.keep(entry, problem, *movers_, stored_.tokens(entry), stream);
-      if (columns_.holds_planes()) columns_.adopt(begins(entry), stream);
+      if (columns_.holds_planes()) columns_.adopt(columns_.begins(entry), stream);
     }
   }
   /// The same for a batch, in place; it can be recorded. The view's lengths shrink: see `shrank`.
   void keep_in_place(const view_type& batch, const selection_view& chosen, cudaStream_t stream) const {
     pack_problem<view_type, view_type> problem{batch, chosen, batch};
-    set_columns(problem, batch.position_begin);
+    columns_.add_to(problem, batch.position_begin);
     problem.lengths = const_cast<index_t*>(batch.lengths);
     movers_->in_place.run(problem, movers_->scratch.data(), stream);
   }
@@ -303,7 +297,7 @@ class kv_store {
       for (index_t layer = 0; layer < layers_; ++layer) {
         const std::size_t entry = order_.index({layer, to});
         rows_.plan_copy(entry, stored_.tokens(order_.index({layer, from})));
-        if (columns_.holds_planes()) plan_columns(entry, bound({layer, from}), 0);
+        if (columns_.holds_planes()) columns_.plan_rows(entry, bound({layer, from}), 0);
       }
     } catch (...) {
       abandon();
@@ -315,21 +309,54 @@ class kv_store {
       const std::size_t source = order_.index({layer, from}), entry = order_.index({layer, to});
       rows_.commit_copy(source, entry, lengths({layer, from}), stored_.tokens(source), stream);
       columns_.copy_run(
-          source, entry, lengths({layer, from}), bound({layer, from}).longest, [&](std::size_t p) { return begins(p); },
-          stream);
+          source, entry, lengths({layer, from}), bound({layer, from}).longest,
+          [&](std::size_t p) { return columns_.begins(p); }, stream);
       copy_on_device(lengths({layer, to}), lengths({layer, from}), std::size_t(heads_), stream);
       stored_.copy(source, entry);
     }
   }
 
+  /// Makes an empty entry one whose heads store `counts` tokens, rows and columns of which are not written yet.
+  void lay_out(sequence_layer owner, const host_vector<index_t>& counts, cudaStream_t stream) {
+    const offset_t total = std::accumulate(counts.begin(), counts.end(), offset_t(0));
+    const kept_bound held{{*std::max_element(counts.begin(), counts.end()), total}, counts};
+    if (held.longest == 0) return;
+    require_tokens_of_head(held.longest, tokens_);
+    const std::size_t entry = order_.index(owner);
+    stored_.keep(entry, held);
+    rows_.plan();
+    columns_.plan();
+    try {
+      rows_.plan_copy(entry, stored_.tokens(entry));
+      if (columns_.holds_planes()) columns_.plan_rows(entry, held, 0);
+    } catch (...) {
+      abandon();
+      stored_.clear(entry);
+      throw;
+    }
+    check(
+        cudaMemcpyAsync(lengths(owner), counts.data(), counts.size() * sizeof(index_t), cudaMemcpyHostToDevice, stream),
+        "cudaMemcpyAsync");
+    rows_.commit_empty(entry, lengths(owner), stored_.tokens(entry), stream);
+    if (columns_.lay_out_rows(entry, lengths(owner), stream)) columns_.adopt(columns_.begins(entry), stream);
+    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  }
+  const column_set& with() const { return with_; }
+  /// The columns of a layer of a sequence, for `layer_transfer`.
+  detail::cached_columns columns_of(sequence_layer owner) const {
+    return {{reinterpret_cast<std::uint32_t*>(columns_.positions()), reinterpret_cast<std::uint32_t*>(scores()),
+             reinterpret_cast<std::uint32_t*>(columns_.segments())},
+            columns_.begins_of(owner)};
+  }
+
   /// Logical positions by kv_head, ascending. Synchronises.
   host_vector<host_vector<index_t>> downloaded_positions(sequence_layer owner) const {
     const auto held = downloaded(lengths(owner), std::size_t(heads_));
-    const auto first = downloaded(begins_.entry(owner), std::size_t(heads_));
+    const auto first = downloaded(columns_.begins_of(owner), std::size_t(heads_));
     host_vector<host_vector<index_t>> all(held.size());
     for (std::size_t h = 0; h < held.size(); ++h) {
       if (with_.positions) {
-        all[h] = downloaded(positions() + first[h], std::size_t(held[h]));
+        all[h] = downloaded(columns_.positions() + first[h], std::size_t(held[h]));
       } else {
         all[h].resize(std::size_t(held[h]));
         std::iota(all[h].begin(), all[h].end(), 0);
@@ -350,48 +377,22 @@ class kv_store {
   offset_t peak_bytes() const { return rows_.peak_bytes() + columns_.peak_rows() * columns_.row_bytes(); }
 
  private:
-  offset_t* begins(std::size_t entry) const { return begins_.entry(order_.owner(entry)); }
-  index_t* positions() const { return with_.positions ? columns_.plane_data<index_t>(0) : nullptr; }
-  index_t* segments() const {
-    return with_.segments ? columns_.plane_data<index_t>(std::size_t(with_.positions) + with_.scores) : nullptr;
-  }
-
   view_type with_columns(view_type view, const index_t* lengths, const offset_t* begins) const {
     view.lengths = lengths;
     view.length_strides = {heads_, 1};
     view.position_begin = begins;
-    view.positions = positions();
+    view.positions = columns_.positions();
     view.order = slot_order::ascending;
     return view;
   }
-  void plan_columns(std::size_t entry, const token_bound& held, index_t tokens) {
-    const index_t room = tokens + columns_.room_behind(held.longest + tokens, tokens_);
-    columns_.plan_run(entry, held.total + offset_t(heads_) * room, room);
-  }
-  bool lay_out_columns(std::size_t entry, const index_t* counts, cudaStream_t stream) {
-    return columns_.holds_planes() && columns_.lay_out(entry, counts, [&](std::size_t p) { return begins(p); }, stream);
-  }
-  void set_columns(pack_problem<view_type, view_type>& problem, const offset_t* begins) const {
-    if (with_.positions) problem.positions = {positions(), 0, 0, begins};
-    if (with_.segments) {
-      problem.source_segments = {segments(), 0, 0, problem.source.position_begin};
-      problem.segments = {segments(), 0, 0, begins};
-    }
-    if (with_.scores) {
-      problem.source_scores = {scores(), 0, 0, problem.source.position_begin};
-      problem.scores = {scores(), 0, 0, begins};
-    }
-  }
-
   index_t layers_;
   layer_major order_;
   index_t heads_, tokens_;
   column_set with_;
   stored_bounds stored_;
   rows_type rows_;
-  run_pool columns_;
+  detail::column_runs columns_;
   id_column<index_t> lengths_;
-  id_column<offset_t> begins_;  // where a head's columns begin
   std::optional<movers> movers_;
 };
 

@@ -32,6 +32,14 @@ class device_calls final : public support::called_cache {
   std::unique_ptr<called_cache> copy() const override { return std::make_unique<device_calls>(*this); }
   index_t open(const sequence_options& options) override { return held_.open(options); }
   index_t fork(index_t id) override { return held_.fork(id); }
+  std::vector<unsigned char> saved_bytes([[maybe_unused]] index_t id) override {
+    if constexpr (cuda::cache<Method>::saves) return support::saved(held_, id);
+    return {};
+  }
+  index_t load_bytes([[maybe_unused]] const std::vector<unsigned char>& bytes) override {
+    if constexpr (cuda::cache<Method>::saves) return support::loaded(held_, bytes);
+    return -1;
+  }
   void truncate(index_t id, index_t position) override { held_.truncate(id, position); }
   index_t settled(index_t id) const override { return held_.settled(id); }
   void close(index_t id) override { held_.close(id); }

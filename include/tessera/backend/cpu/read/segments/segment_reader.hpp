@@ -34,6 +34,18 @@ class segment_reader {
     entries_[index].current.clear();
   }
   void copy(std::size_t source, std::size_t target) { entries_[target] = entries_[source]; }
+  template <class Archive>
+  void transfer(std::size_t index, Archive& archive) {
+    index_t form = 0;
+    archive.number(form);
+    archive.require(form == 0, "with a GPU's sums of queries, which the CPU does not read");
+    for (spoken* part : {&entries_[index].previous, &entries_[index].current}) {
+      for (index_t* number : {&part->segment, &part->tokens, &part->end}) archive.number(*number);
+      archive.numbers(part->sums, offset_t(heads_) * k_dim);
+      archive.require(part->sums.empty() || part->sums.size() == heads_ * std::size_t(k_dim), "with a part of a sum");
+      archive.require(part->segment >= -1 && part->tokens >= 0 && part->end >= -1, "with sums that cannot be");
+    }
+  }
   /// Keeps the sums of queries: the position of the next step tells whether the last step failed.
   void forget(std::size_t index) {
     for (head_index& keys : entries_[index].heads) keys.clear();

@@ -250,5 +250,40 @@ class row_packer {
   executor& workers_;
 };
 
+/// Rows that are due at the end of a prompt, or of a step, by kv_head: the oldest whole ones of those that stay, among
+/// `retained` (null: all). `packed` and `whole`: rows of each head.
+template <class Tail>
+host_vector<host_vector<index_t>> due_rows(const Tail& tail, const host_vector<index_t>& packed,
+                                           const host_vector<index_t>& whole, const selection* retained,
+                                           bool prompt_ends) {
+  host_vector<host_vector<index_t>> due(packed.size(), host_vector<index_t>{});
+  for (std::size_t h = 0; h < packed.size(); ++h) {
+    host_vector<index_t>& list = due[h];
+    if (retained) {
+      for (index_t i = 0; i < retained->counts[h]; ++i) {
+        if (retained->row(index_t(h))[i] >= packed[h]) list.push_back(retained->row(index_t(h))[i] - packed[h]);
+      }
+    } else {
+      for (index_t i = 0; i < whole[h]; ++i) list.push_back(i);
+    }
+    const index_t count = index_t(list.size());
+    list.resize(std::size_t(prompt_ends ? tail.packed_after_prompt(count) : tail.packed_after_step(count)));
+  }
+  return due;
+}
+
+/// Keeps these slots of a head of one segment, whose first row is slot `begin`.
+template <class Layout>
+void keep_of_segment(const typename Layout::rows_type& rows, packed_segment<typename Layout::placement_type>& segment,
+                     index_t head, const index_t* slots, index_t count, index_t begin) {
+  if (count == segment.lengths[std::size_t(head)]) return;
+  index_t first = 0;  // row that moves
+  while (first < count && slots[first] - begin == first) ++first;
+  for (index_t i = first; i < count; ++i) segment.copy_row(segment, head, slots[i] - begin, i);
+  segment.losses[std::size_t(head)] *= double(count) / segment.lengths[std::size_t(head)];
+  segment.lengths[std::size_t(head)] = count;
+  if (segment.format.block > 0) row_packer<Layout>::recompute_means(rows, segment, head, first / segment.format.block);
+}
+
 }  // namespace cpu
 TESSERA_NAMESPACE_END

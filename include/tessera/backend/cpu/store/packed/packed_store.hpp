@@ -12,6 +12,7 @@
 #include "../kv_store.hpp"
 #include "pack_rows.hpp"
 #include "segment_searches.hpp"
+#include "transfer_segments.hpp"
 #include "window_squares.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -85,6 +86,30 @@ class kv_store<Layout> {
       stored_[sequence_layer{layer, target}] = stored_[sequence_layer{layer, source}];
     }
     searches_.copy(source, target);
+  }
+
+  /// Saves or loads a sequence as the plain store does. A search that has not ended begins anew where it is loaded.
+  template <class Next, class Archive>
+  void transfer(index_t id, const Next& next, Archive& archive) {
+    const auto segments_of = [&](index_t layer) -> auto& { return stored_[sequence_layer{layer, id}].segments; };
+    if constexpr (!Archive::loads) searches_.adopt_result(id, segments_of);
+    for (index_t layer = 0; layer < order_.layers; ++layer) {
+      const std::size_t entry = order_.index({layer, id});
+      stored_tokens& stored = stored_[sequence_layer{layer, id}];
+      transfer_lengths(stored.lengths, next(layer), archive);
+      transfer_lengths(stored.packed, next(layer), archive);
+      for (std::size_t h = 0; h < stored.lengths.size(); ++h) {
+        stored.whole[h] = stored.lengths[h] - stored.packed[h];
+        archive.require(stored.whole[h] >= 0, "with more packed rows than rows");
+      }
+      if constexpr (Archive::loads) whole_.lay_out(entry, stored.whole);
+      stored.beside.transfer(stored.lengths, next(layer), archive);
+      transfer_view(whole_.view(entry, stored.whole), archive);
+      archive.number(stored.since_packing);
+      archive.require(stored.since_packing >= 0 && stored.since_packing <= next(layer), "with counts that cannot be");
+      transfer_segments<Layout::k_dim, Layout::v_dim>(stored.segments, stored.packed, archive);
+    }
+    searches_.transfer(id, segments_of, archive);
   }
 
   view_type view(sequence_layer owner) {
@@ -177,7 +202,7 @@ class kv_store<Layout> {
       for (const segment_pointer& segment : stored.segments) {
         const index_t length = segment->lengths[std::size_t(h)], first = i;
         while (i < count && slots[i] < begin + length) ++i;
-        keep_of_segment(*segment, h, slots + first, i - first, begin);
+        keep_of_segment<Layout>(layout_.rows, *segment, h, slots + first, i - first, begin);
         begin += length;
       }
       loses = loses || stored.packed[std::size_t(h)] != i;
@@ -208,7 +233,7 @@ class kv_store<Layout> {
     stored_tokens& stored = stored_[owner];
     stored.pending->reset();
     searches_.forget_prepared(owner);
-    const row_lists due = due_rows(stored, retained, prompt_ends);
+    const row_lists due = due_rows(layout_.rows.tail, stored.packed, stored.whole, retained, prompt_ends);
     index_t longest = 0;
     for (const auto& list : due) longest = (std::max)(longest, index_t(list.size()));
     if (longest == 0) {
@@ -343,26 +368,6 @@ class kv_store<Layout> {
     scratch<selection> retained_rows;  // whole rows that `keep` keeps
   };
 
-  /// Rows that are due, by kv_head: the oldest whole ones of those that stay.
-  row_lists due_rows(const stored_tokens& stored, const selection* retained, bool prompt_ends) const {
-    row_lists due(std::size_t(heads_), host_vector<index_t>{});
-    const auto& tail = layout_.rows.tail;
-    for (index_t h = 0; h < heads_; ++h) {
-      host_vector<index_t>& list = due[std::size_t(h)];
-      const index_t packed = stored.packed[std::size_t(h)];
-      if (retained) {
-        for (index_t i = 0; i < retained->counts[std::size_t(h)]; ++i) {
-          if (retained->row(h)[i] >= packed) list.push_back(retained->row(h)[i] - packed);
-        }
-      } else {
-        for (index_t i = 0; i < stored.whole[std::size_t(h)]; ++i) list.push_back(i);
-      }
-      const index_t whole = index_t(list.size());
-      list.resize(std::size_t(prompt_ends ? tail.packed_after_prompt(whole) : tail.packed_after_step(whole)));
-    }
-    return due;
-  }
-
   /// Whether rows may join a segment: its blocks must be full, and it must not lose rows first.
   static bool whole_blocks(const segment_type& segment, bool loses_rows) {
     if (segment.format.block <= 1) return true;
@@ -373,18 +378,6 @@ class kv_store<Layout> {
   /// Replaces a shared segment by a copy of this store's own.
   static void make_unique(segment_pointer& segment) {
     if (segment.use_count() > 1) segment = std::make_shared<segment_type>(*segment);
-  }
-
-  /// Keeps these slots of a head of one segment, whose first row is slot `begin`.
-  void keep_of_segment(segment_type& segment, index_t head, const index_t* slots, index_t count, index_t begin) const {
-    if (count == segment.lengths[std::size_t(head)]) return;
-    index_t first = 0;  // row that moves
-    while (first < count && slots[first] - begin == first) ++first;
-    for (index_t i = first; i < count; ++i) segment.copy_row(segment, head, slots[i] - begin, i);
-    segment.losses[std::size_t(head)] *= double(count) / segment.lengths[std::size_t(head)];
-    segment.lengths[std::size_t(head)] = count;
-    if (segment.format.block > 0)
-      row_packer<Layout>::recompute_means(layout_.rows, segment, head, first / segment.format.block);
   }
 
   sequence_major order_;

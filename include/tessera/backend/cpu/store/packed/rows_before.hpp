@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <memory>
+#include <utility>
 
 #include "../../../../core/host/host_vector.hpp"
+#include "../../../../core/parameters.hpp"
 #include "../../../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -22,6 +24,29 @@ struct rows_before {
     return total;
   }
 };
+
+/// Saves or loads parts of rows of so many heads, whose vectors have so many elements.
+template <class Archive>
+void transfer_originals(host_vector<std::shared_ptr<const rows_before>>& parts, index_t kv_heads, index_t k_dim,
+                        index_t v_dim, Archive& archive) {
+  index_t count = index_t(parts.size());
+  archive.number(count);
+  archive.require(count >= 0 && count <= max_tokens, "with too many original rows");
+  for (index_t i = 0; i < count; ++i) {
+    rows_before part;
+    if constexpr (!Archive::loads) part = *parts[std::size_t(i)];
+    part.k.resize(std::size_t(kv_heads));
+    part.v.resize(std::size_t(kv_heads));
+    for (std::size_t h = 0; h < std::size_t(kv_heads); ++h) {
+      archive.numbers(part.k[h], offset_t(max_tokens) * k_dim);
+      archive.numbers(part.v[h], offset_t(max_tokens) * v_dim);
+      archive.require(part.k[h].size() % std::size_t(k_dim) == 0 &&
+                          part.v[h].size() == part.k[h].size() / std::size_t(k_dim) * std::size_t(v_dim),
+                      "with a part of an original row");
+    }
+    if constexpr (Archive::loads) parts.push_back(std::make_shared<const rows_before>(std::move(part)));
+  }
+}
 
 /// The original rows of a segment, one part behind the other, as a packer reads rows.
 template <int D, int Dv>
@@ -45,6 +70,7 @@ class rows_of_segment {
     for (const auto& part : parts_) total += part->bytes();
     return total;
   }
+  const host_vector<std::shared_ptr<const rows_before>>& parts() const { return parts_; }
   const float* key(index_t head, index_t slot) const { return row(&rows_before::k, D, head, slot); }
   const float* value(index_t head, index_t slot) const { return row(&rows_before::v, Dv, head, slot); }
 

@@ -86,6 +86,10 @@ class segment_searches {
   void open(index_t) {}
   void clear(index_t) {}
   void copy(index_t, index_t) {}
+  template <class SegmentsOf>
+  void adopt_result(index_t, const SegmentsOf&) {}
+  template <class SegmentsOf, class Archive>
+  void transfer(index_t, const SegmentsOf&, Archive&) {}
   static const auto& like(sequence_layer, const segments& all) { return *all.back(); }
   static bool joins(sequence_layer, const segments&) { return true; }
   template <class From, class Lists>
@@ -137,6 +141,55 @@ class segment_searches<Layout> {
     sessions_[std::size_t(target)] = sessions_[std::size_t(source)];
     for (index_t layer = 0; layer < layers_; ++layer)
       ranges_[sequence_layer{layer, target}] = ranges_[sequence_layer{layer, source}];
+  }
+
+  /// Replaces segments by the result of a search that is over.
+  template <class SegmentsOf>
+  void adopt_result(index_t id, const SegmentsOf& segments_of) {
+    if (!on()) return;
+    session& now = sessions_[std::size_t(id)];
+    if (now.task && now.task->state() != task_state::waiting) finish(id, now, segments_of);
+  }
+  /// Saves what searches need, or loads it behind the segments. A search that was under way begins anew.
+  template <class SegmentsOf, class Archive>
+  void transfer(index_t id, const SegmentsOf& segments_of, Archive& archive) {
+    if (!on()) return;
+    session& now = sessions_[std::size_t(id)];
+    archive.number(now.report.searched);
+    archive.number(now.report.unchanged);
+    for (index_t layer = 0; layer < layers_; ++layer) {
+      range& here = ranges_[sequence_layer{layer, id}];
+      std::uint64_t settled = here.settled, first = here.first, last = here.last;
+      for (std::uint64_t* number : {&settled, &first, &last}) archive.number(*number);
+      const std::size_t all = segments_of(layer).size();
+      archive.require(first <= last && last <= settled && settled <= all && (settled > 0 || all == 0),
+                      "with searches of no segment");
+      here.settled = std::size_t(settled), here.first = std::size_t(first), here.last = std::size_t(last);
+      archive.number(here.rows);
+      archive.require(here.rows >= 0 && here.rows <= max_tokens, "with searches of no row");
+      transfer_originals(here.originals, heads_, Layout::k_dim, Layout::v_dim, archive);
+    }
+    bool searching = now.task != nullptr;
+    archive.flag(searching);
+    if (!searching) return;
+    const auto made = Archive::loads ? std::make_shared<search_type>(rows_, block_) : nullptr;
+    index_t parts = Archive::loads ? 0 : index_t(now.task->parts.size());
+    archive.number(parts);
+    archive.require(parts >= 0 && parts <= layers_, "with searches of no layer");
+    for (index_t i = 0; i < parts; ++i) {
+      index_t layer = Archive::loads ? 0 : now.task->parts[std::size_t(i)].layer;
+      archive.number(layer);
+      archive.require(layer >= 0 && layer < layers_, "with searches of no layer");
+      host_vector<std::shared_ptr<const rows_before>> originals;
+      if constexpr (!Archive::loads) originals = now.task->parts[std::size_t(i)].rows.parts();
+      transfer_originals(originals, heads_, Layout::k_dim, Layout::v_dim, archive);
+      if constexpr (Archive::loads) made->parts.push_back({layer, {heads_, std::move(originals)}, nullptr});
+    }
+    if constexpr (Archive::loads) {
+      auto task = wanted(made);
+      worker_->start(made);
+      now.task = std::move(task);
+    }
   }
 
   /// The segment whose basis and format are used for new rows.

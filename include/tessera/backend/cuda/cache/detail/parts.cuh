@@ -90,6 +90,16 @@ struct cache_parts {
     read_stage.require_covered(policies);
   }
   /// The plan of a sequence, and its budgets, for the steps that follow.
+  /// Errors   budgets of a sequence that exceed those of the recipe, for which memory was made.
+  static void check_budgets(const Recipe& recipe, const Recipe& own) {
+    require(own.budget() <= recipe.budget(), "budget of a sequence", own.budget(),
+            "at most the recipe's, which is " + std::to_string(recipe.budget()), "raise the recipe's budget");
+    if constexpr (Recipe::retain_type::chooses && Recipe::retrieve_type::retrieves && !Recipe::retain_type::plans) {
+      require(own.retrieve.tokens <= recipe.retrieve.tokens, "read_tokens of a sequence", own.retrieve.tokens,
+              "at most the recipe's, which are " + std::to_string(recipe.retrieve.tokens),
+              "raise the recipe's read_tokens");
+    }
+  }
   void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
     read_stage.set_plan(id, policies, stream);
     first.set_budgets({id}, [&](index_t) -> const planned<Recipe>& { return policies; }, 0, stream);

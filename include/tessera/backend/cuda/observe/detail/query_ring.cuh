@@ -123,6 +123,38 @@ class query_ring {
     }
   }
 
+  /// Saves a window as floats, [rows, q_heads, k_dim], or loads one. `position`: `next`, on the device. Waits for the
+  /// stream.
+  template <class Archive>
+  void transfer(sequence_layer owner, index_t next, const index_t* position, Archive& archive,
+                cudaStream_t stream) const {
+    index_t rows = (std::min)(window_, next);
+    host_vector<float> values;
+    host_vector<T> own;
+    if constexpr (!Archive::loads) {
+      const newest_rows<T> newest = gather(owner, nullptr, 1, position, stream);
+      own.resize(std::size_t(rows * row()));
+      check(cudaMemcpyAsync(own.data(), newest.q.data, own.size() * sizeof(T), cudaMemcpyDeviceToHost, stream),
+            "cudaMemcpyAsync");
+      check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+      for (const T& value : own) values.push_back(float(value));
+    }
+    archive.numbers(values, offset_t(window_ + 8) * row());
+    archive.require(offset_t(values.size()) % row() == 0, "with a part of a query");
+    if constexpr (Archive::loads) {
+      rows = (std::min)(rows, index_t(offset_t(values.size()) / row()));
+      if (rows == 0) return;
+      for (auto value = values.end() - rows * row(); value != values.end(); ++value) own.push_back(T(*value));
+      const device_buffer<T> newest(own.size());
+      check(cudaMemcpyAsync(newest.data(), own.data(), own.size() * sizeof(T), cudaMemcpyHostToDevice, stream),
+            "cudaMemcpyAsync");
+      const device_buffer<index_t> first(1);
+      remember(owner, nullptr, nhd_rows<const T>(newest.data(), rows, heads_, dim_),
+               set_number(first.data(), next - rows, stream), stream);
+      check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    }
+  }
+
   offset_t bytes_per_entry() const { return ring_ * row() * offset_t(sizeof(T)); }
 
  private:

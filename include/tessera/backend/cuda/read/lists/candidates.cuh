@@ -176,6 +176,8 @@ class no_candidates {
   void commit_room(const sequence_layers&, cudaStream_t) {}
   void plan_copy(index_t, index_t) {}
   void commit_copy(index_t, index_t, cudaStream_t) {}
+  template <class Archive>
+  void transfer(sequence_layer, const host_vector<index_t>&, Archive&, cudaStream_t) {}
   void grew(sequence_layer, index_t) {}
   void drop_newest(sequence_layer, index_t, cudaStream_t) {}
   void join(const step_table&, const id_column<index_t>&, index_t, index_t, cudaStream_t) const {}
@@ -316,6 +318,60 @@ class candidates {
       copy_on_device(counts_.entry({lists, to}), counts_.entry({lists, from}), std::size_t(heads_), stream);
     }
   }
+  /// Saves the lists of a layer whose heads store `lengths` tokens, or loads them into empty ones. Waits for the
+  /// stream.
+  template <class Archive>
+  void transfer(sequence_layer owner, const host_vector<index_t>& lengths, Archive& archive, cudaStream_t stream) {
+    index_t sets = members_;
+    archive.number(sets);
+    archive.require(sets == 1 || sets == group_, "with sets of candidates of no head");
+    host_vector<host_vector<index_t>> counts(std::size_t(sets), host_vector<index_t>(std::size_t(heads_), 0));
+    host_vector<host_vector<index_t>> slots_of_head(std::size_t(sets * heads_), host_vector<index_t>{});
+    token_bound held;
+    for (index_t m = 0; m < sets; ++m) {
+      host_vector<index_t>& own = counts[std::size_t(m)];
+      const bool is_empty = Archive::loads || bounds_[order_.index(owner)].longest == 0;
+      host_vector<offset_t> first(std::size_t(heads_), 0);
+      if (!is_empty) {
+        download(own, counts_.entry(list_of(owner, m)), stream);
+        download(first, begins_.entry(list_of(owner, m)), stream);
+      }
+      archive.rows(own.data(), own.size());
+      offset_t total = 0;
+      for (index_t h = 0; h < heads_; ++h) {
+        const index_t count = own[std::size_t(h)];
+        archive.require(count >= 0 && count <= lengths[std::size_t(h)], "with more candidates than tokens");
+        held.longest = (std::max)(held.longest, count);
+        total += count;
+      }
+      held.total = (std::max)(held.total, total);
+      for (index_t h = 0; h < heads_; ++h) {
+        host_vector<index_t>& list = slots_of_head[std::size_t(m * heads_ + h)];
+        list.resize(std::size_t(own[std::size_t(h)]));
+        if (!is_empty) download(list, slots() + first[std::size_t(h)], stream);
+        transfer_ascending(list.data(), index_t(list.size()), lengths[std::size_t(h)], archive);
+      }
+    }
+    if constexpr (Archive::loads) {
+      if (held.longest == 0) return;
+      archive.require(sets == members_, "with sets of candidates of other heads");
+      in_one_plan([&] {
+        for (index_t m = 0; m < members_; ++m) plan_run(run_of(owner, m), held, 0);
+      });
+      bounds_[order_.index(owner)] = held;
+      for (index_t m = 0; m < members_; ++m) {
+        const std::size_t run = run_of(owner, m);
+        upload(counts_.entry(list_of(owner, m)), counts[std::size_t(m)], stream);
+        lay_out(run, counts_.entry(list_of(owner, m)), stream);
+        pool_.adopt(begins(run), stream);
+        host_vector<offset_t> first(std::size_t(heads_), 0);
+        download(first, begins(run), stream);
+        for (index_t h = 0; h < heads_; ++h)
+          upload(slots() + first[std::size_t(h)], slots_of_head[std::size_t(m * heads_ + h)], stream);
+      }
+      check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    }
+  }
   void grew(sequence_layer owner, index_t tokens) {
     token_bound& held = bounds_[order_.index(owner)];
     held.longest += tokens;
@@ -393,6 +449,17 @@ class candidates {
   offset_t* begins(std::size_t run) const { return begins_.entry(order_.owner(run)); }
   index_t* slots() const { return pool_.plane_data<index_t>(0); }
 
+  /// Fills a vector, and waits for the stream.
+  template <class T>
+  static void download(host_vector<T>& to, const T* from, cudaStream_t stream) {
+    check(cudaMemcpyAsync(to.data(), from, to.size() * sizeof(T), cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
+    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  }
+  template <class T>
+  static void upload(T* to, const host_vector<T>& from, cudaStream_t stream) {
+    if (from.empty()) return;
+    check(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
+  }
   template <class Plan>
   void in_one_plan(const Plan& plan) {
     pool_.plan();

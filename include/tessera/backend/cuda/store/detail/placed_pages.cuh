@@ -123,6 +123,10 @@ class placed_rows<Layout, fixed_pages<Page>> {
               tables_.data() + offset_t(from) * widest_, tables_.data() + offset_t(to) * widest_, widest_, stream);
   }
 
+  void commit_empty(std::size_t entry, const index_t* lengths, const token_bound& held, cudaStream_t stream) {
+    commit_room(entry, lengths, held, stream);
+  }
+
   void clear(std::size_t entry) { release(entry_pages_[entry], 0); }
   offset_t bytes(std::size_t entry) const {
     return offset_t(entry_pages_[entry].size()) * page_rows() * Layout::token_bytes();

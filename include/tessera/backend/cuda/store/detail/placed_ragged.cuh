@@ -225,6 +225,10 @@ class placed_rows<Layout, ragged_pages> {
     const auto table = [&](std::size_t entry) { return tables_.data() + offset_t(entry) * heads_ * widest_; };
     pool.copy(heads_, ceil_div(held.longest, page_), lengths, page_, table(from), table(to), widest_, stream);
   }
+  void commit_empty(std::size_t entry, const index_t* lengths, const stored_tokens& held, cudaStream_t stream) {
+    commit_room(entry, lengths, held, stream);
+    finish(stream);
+  }
   void clear(std::size_t entry) {
     std::fill_n(capacity_.begin() + offset_t(entry) * heads_, heads_, 0);
     release_pages(entry);

@@ -76,6 +76,7 @@ struct block_pool {
 ///   dropped(entry, gained)              rows were dropped; room that was committed before stays
 ///   plan_copy(to, held), commit_copy(from, to, lengths, held, stream)   an empty entry gets what `from` stores,
 ///                                       with these bounds and lengths
+///   commit_empty(entry, lengths, held, stream)   the same without rows: what `plan_copy` planned is laid out
 ///   grew(entry, tokens), clear(entry), bytes(entry)
 ///   upper_bound(peaks), available()     the most that a new sequence takes; what is neither owned nor promised
 /// `held` is a stored_tokens: bounds of all heads together, and of each.
@@ -162,6 +163,10 @@ class placed_rows<Layout, runs> {
   void commit_copy(std::size_t from, std::size_t to, const index_t* lengths, const token_bound& held,
                    cudaStream_t stream) {
     pool_.copy_run(from, to, lengths, held.longest, [&](std::size_t p) { return begins(p); }, stream);
+  }
+  void commit_empty(std::size_t entry, const index_t* lengths, const token_bound&, cudaStream_t stream) {
+    if (pool_.lay_out(entry, lengths, [&](std::size_t p) { return begins(p); }, stream))
+      pool_.adopt(begins(entry), stream);
   }
   /// Rows were dropped in place: every head has room for `gained` more.
   void shrank(std::size_t entry, index_t gained, const token_bound&) { pool_.grew(entry, -gained); }

@@ -99,6 +99,27 @@ class segment_reader : public slot_reader {
                      std::size_t(heads_) * k_dim, stream);
     }
   }
+  /// Saves the state of the answer in a layer, or loads it behind `refresh`. Waits for the stream.
+  template <class Archive>
+  void transfer(sequence_layer owner, Archive& archive, cudaStream_t stream) const {
+    index_t form = 1;
+    archive.number(form);
+    archive.require(form == 1, "with the CPU's sums of queries, which a GPU does not read");
+    const std::size_t first = (std::size_t(owner.layer) * sequences_ + std::size_t(owner.id)) * std::size_t(heads_);
+    host_vector<spoken_segment> spoken{std::size_t(heads_)};
+    host_vector<float> queries(std::size_t(heads_) * k_dim);
+    const auto move = [&](auto& host, auto* device) {
+      const std::size_t bytes = host.size() * sizeof(host[0]);
+      check(Archive::loads ? cudaMemcpyAsync(device, host.data(), bytes, cudaMemcpyHostToDevice, stream)
+                           : cudaMemcpyAsync(host.data(), device, bytes, cudaMemcpyDeviceToHost, stream),
+            "cudaMemcpyAsync");
+      check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    };
+    if constexpr (!Archive::loads) move(spoken, spoken_.data() + first), move(queries, queries_.data() + first * k_dim);
+    archive.rows(spoken.data(), spoken.size());
+    archive.rows(queries.data(), queries.size());
+    if constexpr (Archive::loads) move(spoken, spoken_.data() + first), move(queries, queries_.data() + first * k_dim);
+  }
   void rebuild(index_t layer, const index_t* ids, const View& view, cudaStream_t stream) const {
     means_.build(view, index(layer, ids), stream);
   }

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "../../../../../core/host/host_vector.hpp"
+#include "../../../device/pinned.cuh"
 #include "../unpack_rows.cuh"
-#include "pinned.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -7,10 +7,10 @@
 
 #include "../../../../../core/host/host_vector.hpp"
 #include "../../../../../runtime/rotation.hpp"
+#include "../../../device/pinned.cuh"
 #include "../../../device/tuning.cuh"
 #include "find_bases.cuh"
 #include "pack_vector.cuh"
-#include "pinned.cuh"
 #include "segment_store.cuh"
 
 TESSERA_NAMESPACE_BEGIN

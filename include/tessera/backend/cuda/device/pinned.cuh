@@ -7,8 +7,8 @@
 #include <mutex>
 #include <utility>
 
-#include "../../../../../core/host/host_vector.hpp"
-#include "../../../device/check.cuh"
+#include "../../../core/host/host_vector.hpp"
+#include "check.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -1,0 +1,28 @@
+// Rows of a view to and from an archive.
+#pragma once
+
+#include "../../../core/views.hpp"
+#include "../../../runtime/saved/rows.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+
+/// Saves or loads the rows of all heads of a view: keys, values and, of encoded rows, their scales.
+template <class T, int D, class Table, int Dv, class Archive>
+void transfer_view(const kv_view<T, D, Table, Dv>& view, Archive& archive) {
+  for (index_t h = 0; h < view.kv_heads; ++h) {
+    const index_t count = view.length(0, h);
+    transfer_rows(count, D, [&](index_t i) { return view.key(0, h, i); }, archive);
+    transfer_rows(count, Dv, [&](index_t i) { return view.value(0, h, i); }, archive);
+    if constexpr (kv_view<T, D, Table, Dv>::encoding_type::scaled) {
+      const auto scales = [&](float* all) {
+        return [&view, h, all](index_t i) { return all + view.scales.index(view.table.locate(0, h, i), h); };
+      };
+      transfer_rows(count, 1, scales(view.scales.k), archive);
+      transfer_rows(count, 1, scales(view.scales.v), archive);
+    }
+  }
+}
+
+}  // namespace cpu
+TESSERA_NAMESPACE_END
