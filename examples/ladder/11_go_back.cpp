@@ -1,6 +1,7 @@
 // Rung 11: going back. A draft of several tokens is decoded in one step and cut behind what is accepted; an earlier
-// position is continued in another way.
+// position is continued in another way. A session leaves as bytes and comes back in another cache.
 #include <memory>
+#include <string>
 
 #include <tessera/methods/snapkv.hpp>
 #include <tessera/tessera.hpp>
@@ -71,5 +72,35 @@ int main() {
   const offset_t first = offset_t(prompt + 10) * q_heads * dim;
   check(std::equal(out.begin() + first, out.begin() + first + q_heads * dim, expected.begin() + first),
         "... and goes on with the bits of the original");
+
+  // The session as bytes, as a file would have them. Another cache of the recipe goes on with it, in another process too.
+  std::string bytes;
+  kv.save(plain, [&](const void* data, std::size_t count) { bytes.append(static_cast<const char*>(data), count); });
+  cache<method> later({1, q_heads, heads}, recipe, workers);
+  std::size_t read = 0;
+  const index_t session = later.load([&](void* data, std::size_t count) {
+    count = bytes.copy(static_cast<char*>(data), count, read);
+    read += count;
+    return count;
+  });
+  check(later.next_position(session) == end, "a session of another cache stands where it stood");
+  std::vector<float> once(std::size_t(q_heads * dim)), again(once.size());
+  const auto one = [&](cache<method>& held, index_t id, std::vector<float>& to) {
+    held.decode(0, held.prepare_step({id}, 1), model.queries(end - 1, 1), model.keys(end - 1, 1),
+                model.values(end - 1, 1), nhd_rows(to.data(), 1, q_heads, dim));
+  };
+  one(kv, plain, once), one(later, session, again);
+  check(once == again, "... and goes on with its bits");
+  bytes[bytes.size() / 2] ^= 1;
+  read = 0;
+  try {
+    later.load([&](void* data, std::size_t count) {
+      count = bytes.copy(static_cast<char*>(data), count, read);
+      read += count;
+      return count;
+    });
+  } catch (const error& refused) {
+    std::printf("%s\n", refused.what());
+  }
   return check.exit_code();
 }

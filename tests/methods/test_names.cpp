@@ -64,7 +64,7 @@ TEST_CASE("methods are described to the reference as their papers have it") {
   using methods_test::traits;
   const auto described = [](const char* method, traits::first scorer, traits::share budget, traits::second reads) {
     CAPTURE(method);
-    const traits& found = methods_test::traits_of(method);
+    const traits found = methods_test::traits_of(method);
     CHECK(found.has_reference());
     CHECK((found.scorer == scorer && found.budget == budget && found.reads == reads));
     return found;

@@ -2,6 +2,7 @@
 #include <sys/wait.h>
 
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -28,6 +29,15 @@ std::string ran(const std::string& command) {
   REQUIRE(pipe);
   for (char part[4096]; const std::size_t count = std::fread(part, 1, sizeof part, pipe);) all.append(part, count);
   CHECK(pclose(pipe) == 0);
+  return all;
+}
+
+std::string said(const std::string& command) {
+  std::string all;
+  std::FILE* const pipe = popen((std::string(TESSERA_TOOL) + " " + command).c_str(), "r");
+  REQUIRE(pipe);
+  for (char part[4096]; const std::size_t count = std::fread(part, 1, sizeof part, pipe);) all.append(part, count);
+  CHECK(pclose(pipe) != 0);
   return all;
 }
 
@@ -72,6 +82,26 @@ TEST_CASE("turns of a chat are the conversation as a whole, and its cache goes o
     CHECK(result["turns"] == replies);
     CHECK(result["text"] == replies.back());
   }
+  // The same turns, each in a process of its own.
+  const std::string session = (folder / "session").string();
+  for (std::size_t i = 0; i < messages.size(); ++i) {
+    const std::string from = i == 0 ? " --system 'Be kind'" : " --load " + session;
+    const auto result = nlohmann::json::parse(
+        ran(base + from + " --save " + session + " --prompt " + (folder / ("turn" + std::to_string(i))).string()));
+    CHECK(result["text"] == replies[i]);
+  }
+  CHECK(!std::filesystem::exists(session + ".part"));
+  const std::string next = " --load " + session + " --prompt " + (folder / "turn0").string() + " 2>&1";
+  folder.write("other.gguf", chat_model_bytes({"<|im_end|>", "<|im_start|>", "<|more|>"}, program));
+  const auto refused = [&](std::string command, const std::string& from, const std::string& to) {
+    return said(command.replace(command.find(from), from.size(), to) + next);
+  };
+  CHECK_THAT(refused(base, "model.gguf", "other.gguf"), contains("model of the saved conversation is another"));
+  CHECK_THAT(refused(base, "--method full", "--method snapkv --budget 64"), contains("of a saved sequence is"));
+  CHECK_THAT(refused(base, "--dtype fp32", "--dtype fp16"), contains("elements of a saved sequence is fp32"));
+  folder.write("session", "TESSERA");
+  CHECK_THAT(said(base + next), contains("saved sequence is cut short"));
+
   const auto plain = nlohmann::json::parse(ran(base + " --template none --prompt " + (folder / "turn0").string()));
   CHECK(!plain.contains("template"));
   CHECK(plain["prompt_tokens"] == 4);

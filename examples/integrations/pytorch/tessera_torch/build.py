@@ -43,7 +43,7 @@ tessera_torch::any_pages* tessera_torch_make_pages(const tessera_torch::cache_re
   return new tessera_torch::%s_pages<recipe_type>(request);
 }
 """
-OPERATORS = ("operators.cpp", "page_operators.cpp")
+OPERATORS = ("operators.cpp", "page_operators.cpp", "session_operators.cpp")
 NO_POLICIES = ("backend", "concepts", "core", "math", "methods", "runtime")
 
 

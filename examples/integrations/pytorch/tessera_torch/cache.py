@@ -125,9 +125,12 @@ class TesseraCache(transformers.Cache):
         raise NotImplementedError("copy.copy of a TesseraCache would share what is stored with it; "
                                   "call copy.deepcopy, whose copy is independent")
 
-    def __reduce_ex__(self, _):
-        raise NotImplementedError("a TesseraCache cannot be pickled or saved: what is stored lies outside of Python; "
-                                  "keep the tokens, and give them to a new cache")
+    def __getstate__(self):
+        """For pickle and torch.save: what is stored, as bytes. A conversation goes on in another process with another cache."""
+        return opening.saved_state(self)
+
+    def __setstate__(self, state):
+        opening.restore(self, state)
 
     def __repr__(self):
         name = self.method if isinstance(self.method, str) else "a policy of one's own"

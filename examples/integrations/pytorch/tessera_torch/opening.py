@@ -54,10 +54,48 @@ def open_cache(cache, q, k, scaling, softcap, sinks, checks_drafts, is_last, req
     elif q.is_cuda and not checks_drafts:
         most = 1
     speeds = rope.speeds(cache._text_config, dim) if operators.fact(path, "turns_queries") else []
-    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
-        handle = operators.create(path, cache.layer_count, q_heads, k.shape[1], cache.sliding_layers, cache.window, scaling or 0.0,
-                                  softcap or 0.0, budget, cache.settings, batch, longest, cache._sinks, q.device, speeds,
-                                  cache._profile, most, budgets, shares, first, answer)
-    cache._own(handle)
+    cache._made_of = [cache.layer_count, q_heads, k.shape[1], cache.sliding_layers, cache.window, scaling or 0.0, softcap or 0.0, budget,
+                      cache.settings, batch, longest, cache._sinks, q.device, speeds, cache._profile, most, budgets, shares]
+    cache._made_for, cache._dim = (q.dtype, q.device, batch), dim
+    create(cache, first, answer)
     cache._step_tokens, cache._room = most, first + answer if is_last else None
-    cache._made_for, cache._like = (q.dtype, q.device, batch), q.new_empty((0, 1, 1))
+
+
+def create(cache, first=0, answer=0):
+    """The library's cache, by what `open_cache` noted. first, answer: tokens of a first prompt that comes whole, and behind it."""
+    dtype, device, _ = cache._made_for
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        cache._own(cache._operators.create(str(cache._path), *cache._made_of, first, answer))
+    cache._like = torch.empty((0, 1, 1), dtype=dtype, device=device)
+
+
+# What belongs to a process, a model or a call, and is made anew where a cache is loaded.
+UNSAVED = {"_operators", "_handle", "_free", "_path", "_like", "layers", "memory_of", "_model", "_marks", "_repeated", "_rows", "_flags", "_text",
+           "_again", "_rehearsal", "_recorded"}
+
+
+def saved_state(cache):
+    """A cache for pickle, between two calls of the model. Errors: ValueError in the middle of a call, or before its prompt has ended."""
+    if cache._next_layer != 0 or cache._prepared:
+        raise ValueError("the cache is half way through a call; expected one between two calls; save it behind the call")
+    if cache._in_prompt:
+        raise ValueError("the prompt has not ended; expected an ended one; call end_prompt() before the cache is saved")
+    state = {name: value for name, value in cache.__dict__.items() if name not in UNSAVED}
+    state["sequences"] = None if cache._handle is None else cache._operators.save(cache._handle)
+    return state
+
+
+def restore(cache, state):
+    """Makes a new object the cache that `saved_state` was called for. Errors: ValueError for bytes of another library or recipe."""
+    sequences = state.pop("sequences")
+    cache.__dict__.update(dict.fromkeys(UNSAVED), **state)
+    cache.layers, cache._operators = cache._layers(), build.operators()
+    cache.memory_of = None
+    if sequences is None:
+        return
+    dtype, device, _ = cache._made_for
+    cache._path = build.library(cache.method, dtype, cache._dim, device.type)
+    create(cache)
+    cache._operators.load(cache._handle, sequences)
+    if cache._room is not None:  # memory was made for less than max_length
+        cache._operators.fit_memory(cache._handle, cache._room)

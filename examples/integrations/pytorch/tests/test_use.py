@@ -2,6 +2,7 @@
 import copy
 import gc
 import pathlib
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -257,3 +258,56 @@ def test_a_child_of_fork_goes_on_with_its_parents_executor(count):
         assert os.waitpid(child, 0)[1] == 0
     """)
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv", "h2o", "quest", "rocketkv", "mosaickv", "loopserve", "tangram"])
+def test_a_saved_cache_goes_on_with_the_answer(method, tmp_path):
+    model, inputs = small_model(), padded([[3 + t % 100 for t in range(length)] for length in (90, 60)])
+    cache = TesseraCache(model.config, method, **({} if method in ("full", "loopserve") else {"budget": 48}))
+    first = model.generate(**inputs, past_key_values=cache, max_new_tokens=6, **GREEDY)
+    torch.save({"cache": cache}, tmp_path / "cache")
+    twin = torch.load(tmp_path / "cache", weights_only=False)["cache"]
+    again = pickle.loads(pickle.dumps(cache))
+    kept = [[[list(head) for head in row] for row in one.kept_positions(1)] for one in (cache, twin)]
+    assert twin.get_seq_length() == cache.get_seq_length() and kept[0] == kept[1]
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 6, dtype=torch.long)], dim=1)
+    answers = [model.generate(first, attention_mask=mask, past_key_values=one, max_new_tokens=9, **GREEDY) for one in (cache, twin, again)]
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+
+
+def test_a_saved_cache_goes_on_in_another_process(tmp_path):
+    model, ids = small_model(), tokens(70)
+    cache = TesseraCache(model.config, "snapkv", 32)
+    first = model.generate(ids, past_key_values=cache, max_new_tokens=5, **GREEDY)
+    torch.save((cache, first, model.state_dict()), tmp_path / "session")
+    want = model.generate(first, past_key_values=cache, max_new_tokens=7, **GREEDY)
+    script = textwrap.dedent(f"""
+        import sys
+        sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]
+        import torch
+        from test_use import GREEDY, small_model
+        cache, first, weights = torch.load({str(tmp_path / "session")!r}, weights_only=False)
+        model = small_model()
+        model.load_state_dict(weights)
+        print(model.generate(first, past_key_values=cache, max_new_tokens=7, **GREEDY).tolist())
+    """)
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert said.strip().splitlines()[-1] == str(want.tolist())
+
+
+def test_what_cannot_be_saved_or_loaded_is_refused():
+    model = small_model()
+    cache = TesseraCache(model.config, "snapkv", 32)
+    empty = pickle.loads(pickle.dumps(cache))
+    assert empty.get_seq_length() == 0
+    model.generate(tokens(40), past_key_values=empty, max_new_tokens=3, **GREEDY)
+    with torch.no_grad():
+        model(tokens(40), past_key_values=cache)
+    with pytest.raises(ValueError, match="^the prompt has not ended; "):
+        pickle.dumps(cache)
+    cache.end_prompt()
+    state = cache.__getstate__()
+    state["sequences"][0][len(state["sequences"][0]) // 2] ^= 1
+    with pytest.raises(ValueError, match="^saved sequence is damaged; "):
+        object.__new__(TesseraCache).__setstate__(state)
+    assert cache.get_seq_length() == 40

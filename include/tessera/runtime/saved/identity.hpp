@@ -75,6 +75,10 @@ host_vector<named_fact> identity_of(const Recipe& recipe, const model_shape& sha
     const auto& shares = recipe.retain.budget.shares;
     add("shares of heads", detail::digest(shares.data, std::size_t(shares.layers) * std::size_t(shares.kv_heads)));
   }
+  if constexpr (requires { recipe.retain.budget.gates; }) {
+    const auto& gates = recipe.retain.budget.gates;
+    add("gates of heads", detail::digest(gates.data, std::size_t(gates.layers) * std::size_t(gates.kv_heads)));
+  }
   add("head dims", number_text(layout::k_dim) + " and " + number_text(layout::v_dim));
   add("elements", detail::element_text<typename layout::encoding_type>());
   add("layers", number_text(shape.layers));

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -82,6 +83,9 @@ class any_cache {
   /// Takes back the tokens from `position` on; `settled`: the smallest position that this takes.
   virtual void truncate(index_t id, index_t position, void* stream) = 0;
   virtual index_t settled(index_t id) const = 0;
+  /// A sequence as bytes, between two turns or steps; and such bytes in place of a sequence, which keeps its id.
+  virtual void save(index_t id, const std::function<void(const void*, std::size_t)>& sink, void* stream) = 0;
+  virtual void load(index_t id, const std::function<std::size_t(void*, std::size_t)>& source, void* stream) = 0;
 
   /// A step is: `prepare_step`, the host's part; `begin_step` and every layer's `step`, which a CUDA graph may capture. A
   /// graph is replayed after `prepare_step` has answered the same number as when it was captured: what is done in a step.

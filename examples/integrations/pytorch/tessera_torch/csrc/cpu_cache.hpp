@@ -38,6 +38,13 @@ class cpu_cache final : public any_cache {
   void end_prompt(index_t id, void*) override { cache_.end_prefill(id); }
   void truncate(index_t id, index_t position, void*) override { cache_.truncate(id, position); }
   index_t settled(index_t id) const override { return cache_.settled(id); }
+  void save(index_t id, const std::function<void(const void*, std::size_t)>& sink, void*) override {
+    cache_.save(id, sink);
+  }
+  void load(index_t id, const std::function<std::size_t(void*, std::size_t)>& source, void*) override {
+    cache_.close(id);
+    require_same_id(cache_.load(source), id);
+  }
 
   int prepare_step(const std::vector<index_t>& ids, index_t tokens, text_flags boundaries, void*) override {
     step_ = cache_.prepare_step(ids, tokens, boundaries);

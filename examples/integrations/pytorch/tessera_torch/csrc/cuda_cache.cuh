@@ -51,6 +51,19 @@ class cuda_cache final : public any_cache {
   void end_prompt(index_t id, void* stream) override { cache_.end_prefill(id, at(stream)); }
   void truncate(index_t id, index_t position, void* stream) override { cache_.truncate(id, position, at(stream)); }
   index_t settled(index_t id) const override { return cache_.settled(id); }
+  void save([[maybe_unused]] index_t id, [[maybe_unused]] const std::function<void(const void*, std::size_t)>& sink,
+            [[maybe_unused]] void* stream) override {
+    if constexpr (cache_type::saves) return cache_.save(id, sink, at(stream));
+    fail_to_save();
+  }
+  void load([[maybe_unused]] index_t id, [[maybe_unused]] const std::function<std::size_t(void*, std::size_t)>& source,
+            [[maybe_unused]] void* stream) override {
+    if constexpr (cache_type::saves) {
+      cache_.close(id, at(stream));
+      return require_same_id(cache_.load(source, at(stream)), id);
+    }
+    fail_to_save();
+  }
 
   int prepare_step(const std::vector<index_t>& ids, index_t tokens, text_flags boundaries, void* stream) override {
     step_ = cache_.prepare_step(ids, tokens, at(stream), boundaries);
@@ -81,6 +94,10 @@ class cuda_cache final : public any_cache {
  private:
   using memory_source = tessera::cuda::memory_source;
 
+  [[noreturn]] static void fail_to_save() {
+    tessera::fail("method of a saved cache", "one of packed rows", "one of whole rows on a GPU",
+                  "save it on the CPU, or keep the tokens");
+  }
   static cudaStream_t at(void* stream) { return static_cast<cudaStream_t>(stream); }
   static memory_source source_of(const device_memory& memory) {
     if (!memory.take) return {tessera::cuda::detail::allocate_by_cuda, tessera::cuda::detail::release_by_cuda};

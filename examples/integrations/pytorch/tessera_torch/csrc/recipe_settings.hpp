@@ -84,4 +84,10 @@ Recipe requested(const cache_request& request) {
   return recipe;
 }
 
+/// A sequence that is loaded in place of a closed one has its id: the lowest that is closed.
+inline void require_same_id(index_t loaded, index_t id) {
+  tessera::require(loaded == id, "id of a loaded sequence", loaded, std::to_string(id),
+                   "load sequences while all others are open");
+}
+
 }  // namespace tessera_torch
