@@ -300,15 +300,15 @@ TESSERA_HD TESSERA_INLINE constexpr rows_view<const T> read_only(const rows_view
 template <class First, class... Others>
 struct element_in_common {
   static_assert((std::is_same_v<std::remove_const_t<First>, std::remove_const_t<Others>> && ...),
-                "tessera: the rows of one call hold one element type; convert q, k and v to the same one");
+                "tessera: k and v of one call hold one element type; convert one of them; q may have another");
   using type = std::remove_const_t<First>;
 };
 
-/// The element type E that the rows of one call have in common, of memory that may be written or not. A public call
-/// deduces it and passes its rows on as `rows_view<const E>`:
+/// The element type E that k and v of one call have in common, of memory that may be written or not. A public call
+/// deduces it and passes its rows on as `rows_view<const E>`; q has a type of its own:
 ///   template <class K, class V, class Q = K>   // the default: q may be {}
 ///   void prefill(const rows_view<Q>& q, const rows_view<K>& k, const rows_view<V>& v) {
-///     store_rows<common_element<Q, K, V>>(q, k, v);
+///     store_rows<common_element<K, V>>(k, v);
 ///   }
 template <class... T>
 using common_element = typename element_in_common<T...>::type;
