@@ -43,6 +43,12 @@ class attention final : public graph_observer {
     workers_ = std::make_shared<tessera::cpu::executor>(options_.threads);
   }
 
+  /// As graph_observer's. A pass's rows go through cells, which must not round them more than fp16 does.
+  void attach(llama_context_params& params) {
+    graph_observer::attach(params);
+    params.type_k = params.type_v = GGML_TYPE_F16;
+  }
+
   /// One pass through the model, in place of llama_decode. Where it throws, no sequence has any of the pass's tokens.
   /// Errors   a batch of other rows than those above; what the cache refuses; what llama_decode says: tessera::error.
   void decode(llama_context* context, const llama_batch& batch) {
@@ -168,11 +174,11 @@ class attention final : public graph_observer {
   }
 
   void see(index_t layer, const attention_node& node) override {
+    const auto k = rows_of_cells(*node.k, cells(), k_), v = rows_of_cells(*node.v, cells(), v_);
     if (layer == 0) begin(node);
     tessera::require(node.scale == scale_ && node.soft_cap == soft_cap_, "scale of layer " + std::to_string(layer),
                      node.scale, "that of the first layer, " + std::to_string(scale_),
                      "take a model whose layers are alike");
-    const auto k = rows_of_cells(*node.k, cells(), k_), v = rows_of_cells(*node.v, cells(), v_);
     seen_layers_ = layer + 1;  // an item of this layer may be through where the next one fails
     cache_->process(layer, work_, node.q, k, v, node.out);
     for (std::size_t i = 0; i < runs_.size() && shown_; ++i) {
