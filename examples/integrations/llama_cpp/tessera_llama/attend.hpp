@@ -174,11 +174,12 @@ class attention final : public graph_observer {
   }
 
   void see(index_t layer, const attention_node& node) override {
-    const auto k = rows_of_cells(*node.k, cells(), k_), v = rows_of_cells(*node.v, cells(), v_);
+    require_plain_cells(node);
     if (layer == 0) begin(node);
     tessera::require(node.scale == scale_ && node.soft_cap == soft_cap_, "scale of layer " + std::to_string(layer),
                      node.scale, "that of the first layer, " + std::to_string(scale_),
                      "take a model whose layers are alike");
+    const auto k = rows_of_cells(*node.k, cells(), k_), v = rows_of_cells(*node.v, cells(), v_);
     seen_layers_ = layer + 1;  // an item of this layer may be through where the next one fails
     cache_->process(layer, work_, node.q, k, v, node.out);
     for (std::size_t i = 0; i < runs_.size() && shown_; ++i) {

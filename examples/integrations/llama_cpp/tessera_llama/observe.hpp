@@ -106,11 +106,17 @@ struct attention_node {
   index_t kv_heads() const { return index_t(k->ne[2]); }
 };
 
-/// Rows of some cells in fp32, [cells, kv_heads, dim], in `memory`. Errors: cells of other types than f16 and f32: tessera::error.
+/// Errors   cells of other types than f16 and f32: tessera::error.
+inline void require_plain_cells(const attention_node& node) {
+  for (const ggml_tensor* cells : {node.k, node.v}) {
+    tessera::require(cells->type == GGML_TYPE_F16 || cells->type == GGML_TYPE_F32, "type of cells",
+                     ggml_type_name(cells->type), "f16 or f32", "make the context with type_k and type_v of f16");
+  }
+}
+
+/// Rows of some plain cells in fp32, [cells, kv_heads, dim], in `memory`.
 inline tessera::rows_view<const float> rows_of_cells(const ggml_tensor& cells, const std::vector<std::int64_t>& which,
                                                      std::vector<float>& memory) {
-  tessera::require(cells.type == GGML_TYPE_F16 || cells.type == GGML_TYPE_F32, "type of cells",
-                   ggml_type_name(cells.type), "f16 or f32", "make the context with type_k and type_v of f16");
   const std::int64_t heads = cells.ne[2], dim = cells.ne[0];
   memory.resize(which.size() * std::size_t(heads * dim));
   float* to = memory.data();
