@@ -54,7 +54,7 @@ EXTERNAL = {
 
 # Code is in the namespace of the instruction set that it is compiled for (docs/decisions/0017-one-namespace-a-target.md). These
 # headers have words that builds for all of them share, and functions that are inlined always.
-SHARED = ["attention_part.hpp", "encoding.hpp", "error.hpp", "types.hpp", "units.hpp", "views.hpp"]  # of core
+SHARED = ["attention_part.hpp", "encoding.hpp", "error.hpp", "stored/element_blocks.hpp", "types.hpp", "units.hpp", "views.hpp"]  # of core
 MACROS = ["config.hpp", "host/host_isa.hpp"]  # of core: the macros themselves
 STD_VECTORS = ["core/host/host_vector.hpp", "backend/cuda/device/memory.cuh"]  # the second gives its caller one
 

@@ -4,6 +4,7 @@
 #include <concepts>
 #include <type_traits>
 
+#include "stored/element_blocks.hpp"
 #include "types.hpp"
 
 TESSERA_SHARED_NAMESPACE_BEGIN
@@ -14,14 +15,24 @@ TESSERA_SHARED_NAMESPACE_BEGIN
 ///   scaled                  whether a row has a scale of its own: an element is float(stored) * scale
 ///   scale_of(largest)       where scaled: the scale of a row whose largest finite magnitude this is; never 0
 template <class E>
-concept encoding = element<typename E::element_type> && std::is_trivially_copyable_v<typename E::stored_type> &&
-                   requires(typename E::stored_type stored, float x) {
-                     static_cast<float>(stored);
-                     static_cast<typename E::stored_type>(x);
-                     { E::scaled } -> std::convertible_to<bool>;
-                   } && (!E::scaled || requires(float x) {
-                     { E::scale_of(x) } -> std::same_as<float>;
-                   });
+concept encoding_by_element =
+    element<typename E::element_type> && std::is_trivially_copyable_v<typename E::stored_type> &&
+    requires(typename E::stored_type stored, float x) {
+      static_cast<float>(stored);
+      static_cast<typename E::stored_type>(x);
+      { E::scaled } -> std::convertible_to<bool>;
+    } && (!E::scaled || requires(float x) {
+      { E::scale_of(x) } -> std::same_as<float>;
+    });
+
+/// Rows of blocks that hold their scales (core/stored/element_blocks.hpp): `stored_type` is a block. Operations on the
+/// CPU read such rows. The engine whose rows they are writes them.
+template <class E>
+concept encoding_by_block =
+    element<typename E::element_type> && element_block<typename E::stored_type> && !bool(E::scaled);
+
+template <class E>
+concept encoding = encoding_by_element<E> || encoding_by_block<E>;
 
 /// Raw elements: scorers and indexes may have pointers to them.
 template <element T>
@@ -41,6 +52,22 @@ struct fp8_elements {
     const float scale = largest / 448.0f;
     return scale > 1e-30f ? scale : 1.0f;  // a row of zeros; smaller than any element that matters
   }
+};
+
+/// Rows of int8_block: ggml's Q8_0.
+template <element T>
+struct block_int8_elements {
+  using element_type = T;
+  using stored_type = int8_block;
+  static constexpr bool scaled = false;
+};
+
+/// Rows of int4_block: ggml's Q4_0.
+template <element T>
+struct block_int4_elements {
+  using element_type = T;
+  using stored_type = int4_block;
+  static constexpr bool scaled = false;
 };
 
 /// The type that `encoding_of` names: of an encoding, itself.
@@ -66,14 +93,25 @@ using view_element =
 template <class E>
 concept raw_encoding = encoding<E> && std::same_as<typename E::element_type, typename E::stored_type>;
 
-static_assert(encoding<raw_elements<fp32>> && encoding<fp8_elements<bf16>>);
+static_assert(encoding_by_element<raw_elements<fp32>> && encoding_by_element<fp8_elements<bf16>>);
+static_assert(encoding_by_block<block_int8_elements<fp16>> && !encoding_by_element<block_int4_elements<fp16>>);
+
+/// Whether kernels read the rows of a view. A sentence says why not.
+template <class View>
+constexpr bool check_device_rows() {
+  static_assert(
+      !requires { View::encoding_type::stored_type::elements; },
+      "tessera: kernels read rows of single elements; rows of blocks, as block_int8_elements, are for the "
+      "CPU");
+  return true;
+}
 
 TESSERA_SHARED_NAMESPACE_END
 
 TESSERA_NAMESPACE_BEGIN
 
 /// Encodes one row: writes source[d] to target[d * stride]. Returns the row's scale, 1 where rows have none.
-template <encoding E, row_element Source>
+template <encoding_by_element E, row_element Source>
 TESSERA_HD float encode_row(const Source* source, int dim, typename E::stored_type* target, offset_t stride) {
   float scale = 1;
   if constexpr (E::scaled) {

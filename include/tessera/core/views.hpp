@@ -10,7 +10,7 @@
 
 TESSERA_SHARED_NAMESPACE_BEGIN
 
-/// Strides of one tensor of rows, in elements.
+/// Strides of one tensor of rows, in elements; in blocks where rows are stored in blocks.
 /// `outer` steps from sequence to sequence, or from page to page where a table maps slots to pages.
 /// NHD and HND differ only in `head` and `token`; `dim` is 1 except for a transposed V.
 struct row_strides {
@@ -128,9 +128,12 @@ concept paged_table = page_table<T> || computed_page_table<T>;
 static_assert(page_table<block_table> && page_table<csr_table> && paged_table<csr_table>);
 static_assert(!paged_table<contiguous> && !paged_table<ragged>);
 
-/// Some of the slots behind another table: slot `s` of (sequence, head) is that table's slot
-/// `slots[begin[sequence * kv_heads + head] + s]`. To every operation a view over candidates is a smaller cache. Where
-/// slot and position coincide behind `table`, `slots` also serves as the view's `positions`.
+/// Some of the slots behind another table, in any order: slot `s` of (sequence, head) is that table's slot
+/// `slots[begin[sequence * kv_heads + head] + s]`. There are two uses. To every operation a view over candidates is a
+/// smaller cache; where slot and position coincide behind `table`, `slots` also serves as the view's `positions`. And
+/// an engine that reuses cells lists each sequence's cells by ascending position; the view's `positions` are then those
+/// of the list, or null where they are 0, 1, 2, ... Heads that share cells share a list: their `begin` are equal.
+/// cpu::ordered_slots makes such lists from positions.
 template <class Table>
 struct filtered {
   Table table{};
@@ -165,6 +168,9 @@ struct kv_view {
   static_assert(supported_head_dim<D> && supported_head_dim<Dv>,
                 "tessera: kv_view takes head dims 64, 80, 96, 128, 192 and 256");
   using encoding_type = std::conditional_t<encoding<encoding_of<E>>, encoding_of<E>, raw_elements<fp32>>;
+  static constexpr int unit = elements_of_unit<typename encoding_type::stored_type>;
+  static_assert(D % unit == 0 && Dv % unit == 0,
+                "tessera: a row of blocks has a head dim of whole blocks, of 32 elements: 64, 96, 128, 192 or 256");
   using element_type = typename encoding_type::element_type;
   static constexpr bool is_raw = raw_encoding<encoding_type>;
   static constexpr int k_dim = D;
@@ -215,9 +221,11 @@ struct kv_view {
   }
   /// One element of a slot's key, decoded and rounded to the element type.
   TESSERA_HD TESSERA_INLINE element_type key_element(index_t sequence, index_t head, index_t slot, int channel) const {
-    const auto stored = key(sequence, head, slot)[channel * k_strides.dim];
+    const auto stored = key(sequence, head, slot)[channel / unit * k_strides.dim];
     if constexpr (is_raw) {
       return stored;
+    } else if constexpr (unit > 1) {
+      return element_type(stored.element(channel % unit));
     } else {
       return element_type(float(stored) * key_scale(sequence, head, slot));
     }
@@ -300,15 +308,15 @@ TESSERA_HD TESSERA_INLINE constexpr rows_view<const T> read_only(const rows_view
 template <class First, class... Others>
 struct element_in_common {
   static_assert((std::is_same_v<std::remove_const_t<First>, std::remove_const_t<Others>> && ...),
-                "tessera: the rows of one call hold one element type; convert q, k and v to the same one");
+                "tessera: k and v of one call hold one element type; convert one of them; q may have another");
   using type = std::remove_const_t<First>;
 };
 
-/// The element type E that the rows of one call have in common, of memory that may be written or not. A public call
-/// deduces it and passes its rows on as `rows_view<const E>`:
+/// The element type E that k and v of one call have in common, of memory that may be written or not. A public call
+/// deduces it and passes its rows on as `rows_view<const E>`; q has a type of its own:
 ///   template <class K, class V, class Q = K>   // the default: q may be {}
 ///   void prefill(const rows_view<Q>& q, const rows_view<K>& k, const rows_view<V>& v) {
-///     store_rows<common_element<Q, K, V>>(q, k, v);
+///     store_rows<common_element<K, V>>(k, v);
 ///   }
 template <class... T>
 using common_element = typename element_in_common<T...>::type;

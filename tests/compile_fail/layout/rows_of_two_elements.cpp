@@ -1,4 +1,4 @@
-// expect: tessera: the rows of one call hold one element type; convert q, k and v to the same one
+// expect: tessera: k and v of one call hold one element type; convert one of them; q may have another
 #include <tessera/backend/cpu/store/pack.hpp>
 
 using namespace tessera;

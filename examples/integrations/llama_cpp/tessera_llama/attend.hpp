@@ -44,6 +44,12 @@ class attention final : public graph_observer {
     workers_ = std::make_shared<tessera::cpu::executor>(options_.threads);
   }
 
+  /// As graph_observer's. A pass's rows go through cells, which must not round them more than fp16 does.
+  void attach(llama_context_params& params) {
+    graph_observer::attach(params);
+    params.type_k = params.type_v = GGML_TYPE_F16;
+  }
+
   /// One pass through the model, in place of llama_decode. Where it throws, no sequence has any of the pass's tokens.
   /// Errors   a batch of other rows than those above; what the cache refuses; what llama_decode says: tessera::error.
   void decode(llama_context* context, const llama_batch& batch) {
@@ -195,6 +201,7 @@ class attention final : public graph_observer {
   }
 
   void see(index_t layer, const attention_node& node) override {
+    require_plain_cells(node);
     if (layer == 0) begin(node);
     tessera::require(node.scale == facts_.scale && node.soft_cap == facts_.soft_cap,
                      "scale of layer " + std::to_string(layer), node.scale,

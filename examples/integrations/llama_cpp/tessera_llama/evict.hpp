@@ -34,8 +34,9 @@ struct eviction_options {
 ///   watcher.decode(context, last_chunk, sequence);       // the chunk with the prompt's end: its queries score
 ///   watcher.evict(context, sequence, 512);               // 512 tokens stay; their cells lie side by side afterwards
 ///
-/// Freed cells serve other tokens; the context's buffer stays as large as it was made. llama.cpp's `seq_pos_min` promises every position
-/// from there on, so an evicted sequence must not be reused as a prefix.
+/// Keys are f16, q8_0 or q4_0 (`params.type_k`); values are of any type. Freed cells serve other tokens; the context's buffer stays as
+/// large as it was made. llama.cpp's `seq_pos_min` promises every position from there on, so an evicted sequence must not be reused as a
+/// prefix.
 class eviction final : public graph_observer {
  public:
   /// Errors   a model that is not read; a window or a kernel out of range: tessera::error.
@@ -240,6 +241,9 @@ class eviction final : public graph_observer {
   }
 
   void see(index_t layer, const attention_node& node) override {
+    const ggml_type keys = node.k->type;
+    tessera::require(keys == GGML_TYPE_F16 || keys == GGML_TYPE_Q8_0 || keys == GGML_TYPE_Q4_0, "type of keys",
+                     ggml_type_name(keys), "f16, q8_0 or q4_0", "make the context with such a type_k");
     attended_ = node.k->ne[1];
     if (layer == 0) find_cells(node);
     if (observed_ < 0) return;
@@ -295,18 +299,27 @@ class eviction final : public graph_observer {
     total_.begin(index_t(slots_.size()));
   }
 
-  /// Adds what the window's queries of one layer look at.
   template <int D>
   void score(const attention_node& node) {
-    tessera::require(node.k->type == GGML_TYPE_F16, "type of cells", ggml_type_name(node.k->type), "f16",
-                     "leave type_k as attach sets it");
+    using tessera::fp16;
+    if constexpr (D % 32 == 0) {
+      if (node.k->type == GGML_TYPE_Q8_0) return score_cells<tessera::block_int8_elements<fp16>, D>(node);
+      if (node.k->type == GGML_TYPE_Q4_0) return score_cells<tessera::block_int4_elements<fp16>, D>(node);
+    }
+    score_cells<fp16, D>(node);
+  }
+  /// Adds what the window's queries of one layer look at. Products are the same where queries and keys are turned alike.
+  template <class E, int D>
+  void score_cells(const attention_node& node) {
     const index_t n = index_t(slots_.size()), window = std::min(options_.window, n);
-    using view_type = tessera::kv_view<const tessera::fp16, D, tessera::filtered<tessera::contiguous>>;
+    using view_type = tessera::kv_view<const E, D, tessera::filtered<tessera::contiguous>>;
+    using stored = std::remove_const_t<typename view_type::stored_type>;
     const std::vector<offset_t> begins(std::size_t(node.kv_heads()), 0);  // all heads see the same slots
     tessera::choose_problem<view_type, float> problem;
     view_type& view = problem.view;
-    view.k = view.v = static_cast<const tessera::fp16*>(node.k->data);  // values are not read
-    view.k_strides = view.v_strides = {0, offset_t(node.k->nb[2] / 2), offset_t(node.k->nb[1] / 2), 1};
+    view.k = view.v = static_cast<const stored*>(node.k->data);  // values are not read
+    const offset_t bytes = sizeof(stored);
+    view.k_strides = view.v_strides = {0, offset_t(node.k->nb[2]) / bytes, offset_t(node.k->nb[1]) / bytes, 1};
     view.sequences = 1;
     view.kv_heads = node.kv_heads();
     view.lengths = &n;

@@ -68,7 +68,8 @@ inline void require_batch(const llama_context* context, const llama_batch& batch
 struct attention_node {
   tessera::rows_view<const float> q;  ///< [tokens, q_heads, dim], after RoPE
   tessera::rows_view<float> out;      ///< [tokens, q_heads, v_dim]; its reader runs later
-  const ggml_tensor* k = nullptr;     ///< [dim, cells, kv_heads] of llama.cpp's own memory, the new tokens' among them
+  const ggml_tensor* k = nullptr;     ///< [dim, cells, kv_heads] of llama.cpp's own memory, the new tokens' among them;
+                                      ///< where k is quantised, q and k may be turned by one rotation
   const ggml_tensor* v = nullptr;
   const ggml_tensor* mask = nullptr;  ///< [cells, tokens], fp16: 0 where a token sees a cell
   float scale = 0, soft_cap = 0;
@@ -83,10 +84,6 @@ struct attention_node {
     tessera::require(params[1] == 0, "ALiBi's slope", params[1], "0", "take a model with RoPE");
     tessera::require(t->src[4] == nullptr, "attention sinks", "learned ones", "none", "take a model without them");
     tessera::require(q.type == GGML_TYPE_F32, "type of queries", ggml_type_name(q.type), "f32", "run on the CPU");
-    for (const ggml_tensor* rows : {&k, &v}) {
-      tessera::require(rows->type == GGML_TYPE_F16 || rows->type == GGML_TYPE_F32, "type of cells",
-                       ggml_type_name(rows->type), "f16 or f32", "make the context with type_k and type_v of f16");
-    }
     tessera::require(q.ne[3] == 1 && k.ne[3] == 1, "streams of the memory", q.ne[3], "1",
                      "make the context with kv_unified");
     tessera::require(q.nb[0] == 4 && k.nb[0] == ggml_type_size(k.type) && v.nb[0] == ggml_type_size(v.type),
@@ -117,7 +114,15 @@ struct attention_node {
   index_t kv_heads() const { return index_t(k->ne[2]); }
 };
 
-/// Rows of some cells in fp32, [cells, kv_heads, dim], in `memory`.
+/// Errors   cells of other types than f16 and f32: tessera::error.
+inline void require_plain_cells(const attention_node& node) {
+  for (const ggml_tensor* cells : {node.k, node.v}) {
+    tessera::require(cells->type == GGML_TYPE_F16 || cells->type == GGML_TYPE_F32, "type of cells",
+                     ggml_type_name(cells->type), "f16 or f32", "make the context with type_k and type_v of f16");
+  }
+}
+
+/// Rows of some plain cells in fp32, [cells, kv_heads, dim], in `memory`.
 inline tessera::rows_view<const float> rows_of_cells(const ggml_tensor& cells, const std::vector<std::int64_t>& which,
                                                      std::vector<float>& memory) {
   const std::int64_t heads = cells.ne[2], dim = cells.ne[0];
@@ -149,7 +154,6 @@ class graph_observer {
     params.attention_type = LLAMA_ATTENTION_TYPE_CAUSAL;
     params.kv_unified = true;  // one stream: tokens stay in the batch's order
     params.n_batch = params.n_ubatch = std::min(params.n_batch, params.n_ubatch);  // a batch is one pass
-    params.type_k = params.type_v = GGML_TYPE_F16;
   }
   graph_observer(const graph_observer&) = delete;
   graph_observer& operator=(const graph_observer&) = delete;

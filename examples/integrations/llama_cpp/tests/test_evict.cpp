@@ -13,12 +13,26 @@ using namespace llama_tests;
 
 namespace {
 
+/// Attaches an observer, and sets the type of cells.
+template <class Observer>
+struct cells_of_type {
+  ggml_type type;
+  Observer& observer;
+  void attach(llama_context_params& params) {
+    observer.attach(params);
+    params.type_k = params.type_v = type;
+  }
+};
+
 struct watched {
   eviction watcher;
   context_pointer context;
   llama_pos next[2] = {0, 0};
-  explicit watched(int cells = 1024, eviction_options options = {})
-      : watcher(tiny_model().get(), options), context(tiny_model().context(cells, 1, watcher, 2)) {}
+  explicit watched(int cells = 1024, eviction_options options = {}, ggml_type type = GGML_TYPE_F16)
+      : watcher(tiny_model().get(), options) {
+    cells_of_type<eviction> settings{type, watcher};
+    context = tiny_model().context(cells, 1, settings, 2);
+  }
   void feed(const std::vector<llama_token>& tokens, bool observed, llama_seq_id id = 0) {
     token_batch batch(512);
     for (const llama_token token : tokens) batch.add(token, next[id]++, id, true);
@@ -30,13 +44,16 @@ struct watched {
 struct alone {
   context_pointer context;
   llama_pos next = 0;
-  alone() {
+  explicit alone(ggml_type type = GGML_TYPE_F16) {
     struct usual {
+      ggml_type type;
       void attach(llama_context_params& params) const {
         params.kv_unified = true;
         params.n_seq_max = 2;
+        params.type_k = params.type_v = type;
+        params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
       }
-    } settings;
+    } settings{type};
     context = tiny_model().context(1024, 1, settings, 2);
   }
   void feed(const std::vector<llama_token>& tokens) {
@@ -51,14 +68,16 @@ struct alone {
 TEST_CASE("a budget that covers everything leaves llama.cpp's bits") {
   std::mt19937 bits(5);
   const auto first = random_tokens(bits, 200), last = random_tokens(bits, 64), answer = random_tokens(bits, 5);
-  watched own;
-  alone plain;
-  own.feed(first, false), plain.feed(first);
-  own.feed(last, true), plain.feed(last);
-  CHECK(own.watcher.evict(own.context.get(), 0, 264).size() == 264);
-  for (const llama_token token : answer) {
-    own.feed({token}, false), plain.feed({token});
-    CHECK(logits_of(own.context.get()) == logits_of(plain.context.get()));
+  for (const ggml_type type : {GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0}) {
+    watched own(1024, {}, type);
+    alone plain(type);
+    own.feed(first, false), plain.feed(first);
+    own.feed(last, true), plain.feed(last);
+    CHECK(own.watcher.evict(own.context.get(), 0, 264).size() == 264);
+    for (const llama_token token : answer) {
+      own.feed({token}, false), plain.feed({token});
+      CHECK(logits_of(own.context.get()) == logits_of(plain.context.get()));
+    }
   }
 }
 
@@ -100,6 +119,44 @@ TEST_CASE("what stays behind an eviction is what llama.cpp attends to") {
     CHECK(relative_distance(logits_of(own.context.get()), logits_of(plain.context.get())) <
           5e-3);  // cells in another order
   }
+}
+
+TEST_CASE("quantised keys choose nearly what keys of fp16 choose") {
+  std::mt19937 bits(14);
+  const auto prompt = random_tokens(bits, 400), second = random_tokens(bits, 100);
+  std::vector<std::vector<llama_pos>> kept;
+  for (const ggml_type type : {GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0}) {
+    watched own(1024, {.pool = 1}, type);
+    own.feed(prompt, true);
+    kept.push_back(own.watcher.evict(own.context.get(), 0, 132));
+    REQUIRE(kept.back().size() == 132);
+    own.feed(second, true);  // the scores of a second turn, over cells that were moved
+    REQUIRE(own.watcher.evict(own.context.get(), 0, 80).size() == 80);
+    own.feed({1}, false);
+    for (const float logit : logits_of(own.context.get())) REQUIRE(std::isfinite(logit));
+  }
+  const auto shared = [&](std::size_t other) {
+    std::vector<llama_pos> both;
+    std::set_intersection(kept[0].begin(), kept[0].end(), kept[other].begin(), kept[other].end(),
+                          std::back_inserter(both));
+    return int(both.size()) - 32;  // the window stays in any case
+  };
+  CHECK(shared(1) >= 96);  // of 100
+  CHECK(shared(2) >= 75);  // by chance, 27
+}
+
+TEST_CASE("cells of other types are refused in a sentence") {
+  std::mt19937 bits(15);
+  watched own(1024, {}, GGML_TYPE_Q5_1);
+  CHECK_THROWS_WITH(own.feed(random_tokens(bits, 50), false),
+                    contains("type of keys is q5_1; expected f16, q8_0 or q4_0"));
+  attention full(tiny_model().get(), {"full"});
+  cells_of_type<attention> settings{GGML_TYPE_Q8_0, full};
+  const auto context = tiny_model().context(512, 1, settings);
+  token_batch batch(8);
+  batch.add(1, 0, 0, true);
+  CHECK_THROWS_WITH(full.decode(context.get(), batch.get()), contains("type of cells is q8_0; expected f16 or f32"));
+  CHECK_FALSE(full.has(0));
 }
 
 TEST_CASE("a second turn is scored by the cells that hold the first, wherever they lie") {

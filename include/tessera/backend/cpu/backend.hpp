@@ -149,9 +149,9 @@ class backend {
   }
   /// Reserves pages for `tokens` more in every layer; throws where the pool has too few.
   void expect_chunk(index_t id, index_t tokens) { parts_.store.expect(id, tokens); }
-  template <class E>
+  template <class Q, class E>
   void append_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_chunk& chunk,
-                    const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v, queue) {
+                    const rows_view<const Q>& q, const rows_view<const E>& k, const rows_view<const E>& v, queue) {
     prompts().append(owner, policies, chunk, q, k, v);
   }
   template <class E>
@@ -159,9 +159,9 @@ class backend {
                     const rows_view<float>& out, const rows_view<float>& lse, queue) {
     prompts().attend(owner, recipe, first, q, {out, lse});
   }
-  template <class E>
+  template <class Q, class E>
   void reread(sequence_layer owner, const planned<Recipe>& policies, const reread_part& part,
-              const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+              const rows_view<const Q>& q, const rows_view<const E>& k, const rows_view<const E>& v,
               const rows_view<float>& out, queue) {
     prompts().reread(owner, policies, part, q, k, v, {out, {}});
   }
@@ -181,9 +181,9 @@ class backend {
   void require_layer(index_t layer, const batch& step, const conversations<Recipe>& known, queue) const {
     order_.require_layer(layer, step, known);
   }
-  template <class E>
+  template <class Q, class E>
   void decode(index_t layer, const Recipe& recipe, const batch& step, const conversations<Recipe>& known,
-              const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+              const rows_view<const Q>& q, const rows_view<const E>& k, const rows_view<const E>& v,
               const rows_view<float>& out, const rows_view<float>& lse, queue) {
     steps().decode(layer, recipe, step, known, q, k, v, {out, lse});
   }
@@ -210,9 +210,9 @@ class backend {
     for (const index_t id : draft.step.ids) parts_.drafts.open(id);
   }
   void begin_counting_draft(const draft_step&) {}
-  template <class E>
+  template <class Q, class E>
   void decode_draft(index_t layer, const Recipe&, const draft_step& draft, const conversations<Recipe>& known,
-                    const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+                    const rows_view<const Q>& q, const rows_view<const E>& k, const rows_view<const E>& v,
                     const rows_view<float>& out, const rows_view<float>& lse, queue) {
     steps().draft(layer, draft, known, q, k, v, {out, lse});
   }

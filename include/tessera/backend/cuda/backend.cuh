@@ -211,10 +211,11 @@ class backend {
     if constexpr (Recipe::schedule_type::fires_at(moment::chunk_end))
       prompts().end_chunk(owner, policies, reach, reconsidered, coming, stream);
   }
-  template <class E>
+  template <class Q, class E>
   void append_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_chunk& chunk,
-                    const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+                    const rows_view<const Q>& q, const rows_view<const E>& k, const rows_view<const E>& v,
                     cudaStream_t stream) {
+    check_element<Q, E>();
     prompts().append(owner, policies, chunk, q, k, v, stream);
   }
   template <class E>
@@ -223,11 +224,11 @@ class backend {
     check_element<E>();
     prompts().attend(owner, recipe, first, q, out, lse, stream);
   }
-  template <class E>
+  template <class Q, class E>
   void reread(sequence_layer owner, const planned<Recipe>& policies, const reread_part& part,
-              const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+              const rows_view<const Q>& q, const rows_view<const E>& k, const rows_view<const E>& v,
               const rows_view<Out>& out, cudaStream_t stream) {
-    check_element<E>();
+    check_element<Q, E>();
     prompts().reread(owner, policies, part, q, k, v, out, stream);
   }
   void end_layer(sequence_layer owner, const Recipe& recipe, const planned<Recipe>& policies, bool due,
@@ -249,11 +250,11 @@ class backend {
   void require_layer(index_t layer, const batch& step, const conversations<Recipe>&, cudaStream_t stream) const {
     parts_.order.require_layer(layer, step, stream);
   }
-  template <class E>
+  template <class Q, class E>
   void decode(index_t layer, const Recipe& recipe, const batch& step, const conversations<Recipe>& known,
-              const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+              const rows_view<const Q>& q, const rows_view<const E>& k, const rows_view<const E>& v,
               const rows_view<Out>& out, const rows_view<float>& lse, cudaStream_t stream) {
-    check_element<E>();
+    check_element<Q, E>();
     require_rows_on_16_bytes("q", q);  // before the rows are appended: attention would refuse it behind them
     steps().decode_rows(layer, recipe, step, known.sequence(step.ids.front()).policies, q, k, v, out, lse, stream);
   }
@@ -282,11 +283,11 @@ class backend {
   }
   void begin_counting_draft(const draft_step& draft) { parts_.order.prepared_draft(draft.step); }
   void begin_draft(const draft_step& draft, cudaStream_t stream) { steps().begin_draft(draft, stream); }
-  template <class E>
+  template <class Q, class E>
   void decode_draft(index_t layer, const Recipe& recipe, const draft_step& draft, const conversations<Recipe>&,
-                    const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+                    const rows_view<const Q>& q, const rows_view<const E>& k, const rows_view<const E>& v,
                     const rows_view<Out>& out, const rows_view<float>& lse, cudaStream_t stream) {
-    check_element<E>();
+    check_element<Q, E>();
     parts_.order.require_draft(draft.step, stream);
     require_rows_on_16_bytes("q", q);
     steps().draft(layer, recipe, draft, q, k, v, out, lse, stream);
@@ -362,9 +363,9 @@ class backend {
   offset_t bytes_of_every_layer() const {
     return parts_.first.observer().bytes_of_layer() + parts_.prompts.bytes_of_layer();
   }
-  template <class E>
+  template <class... E>
   static constexpr void check_element() {
-    static_assert(std::is_same_v<E, T>,
+    static_assert((std::is_same_v<E, T> && ...),
                   "tessera: the CUDA cache takes q, k and v of its layout's element type, fp16 or bf16");
   }
   prompt_turn<Recipe, Out> prompts() { return prompt_turn<Recipe, Out>(parts_); }

@@ -49,6 +49,8 @@ template <class View, class E>
 struct append_problem {
   static_assert(!std::is_const_v<typename View::stored_type>,
                 "tessera: append writes to its view: a kv_view<E>, not a kv_view<const E>");
+  static_assert(encoding_by_element<typename View::encoding_type>,
+                "tessera: append writes rows of single elements; the engine writes its rows of blocks");
   View view;                            ///< with memory for the new tokens; its lengths do not count them yet
   rows_view<const E> k, v;              ///< [sequences, tokens, kv_heads, dim]; on the device dim stride 1
   index_t* lengths = nullptr;           ///< the memory of view.lengths, or another of its strides; gets the new lengths

@@ -31,6 +31,8 @@ TESSERA_NAMESPACE_BEGIN
 /// A turn is: `prefill` a chunk in every layer, and its attention if the engine has none of its own, chunk after chunk;
 /// `end_prefill` once; then for each step `prepare_step`, and `decode` in every layer. The next turn begins with the
 /// next `prefill`. Keys and queries come after RoPE; positions are counted here and survive every eviction.
+/// Types    k and v of a call have one element type. On the CPU q may have another one, and both may differ from what
+///          the layout stores; on a GPU all three are of the layout's.
 /// Queues   on a GPU every call has its stream as last argument, or before `boundaries`; on the CPU there is none.
 /// Errors   bad shapes, unknown sequences and steps out of order throw tessera::error before anything changes. Where
 ///          memory runs out, std::bad_alloc or another exception of the program's operator new: the cache is then as if
@@ -431,8 +433,11 @@ class basic_cache {
 
  private:
   /// Rows of a call, which may lie in memory that may be written.
-  template <class... Rows>
-  using read_rows = rows_view<const common_element<Rows...>>;
+  template <class Q, class K, class V>
+  struct read_rows {
+    rows_view<const Q> q;
+    rows_view<const common_element<K, V>> k, v;
+  };
 
   static void require_even(const batch& step);
   static void require_drafts();

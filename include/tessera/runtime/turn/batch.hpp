@@ -85,8 +85,8 @@ inline index_t first_other(index_t wanted, index_t a, index_t b, index_t c) {
 }
 
 /// Errors   rows of a layer that are not those of a step: tessera::error.
-template <class E>
-void check_step_rows(const model_shape& shape, const batch& step, const rows_view<const E>& q,
+template <class Q, class E>
+void check_step_rows(const model_shape& shape, const batch& step, const rows_view<const Q>& q,
                      const rows_view<const E>& k, const rows_view<const E>& v, index_t k_dim, index_t v_dim) {
   shape.check_rows(q, k, v, k_dim, v_dim);
   const index_t given = first_other(step.row_sequences(), q.sequences, k.sequences, v.sequences);

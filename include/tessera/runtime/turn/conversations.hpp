@@ -98,8 +98,8 @@ class conversations {
 
   // --- prompts -------------------------------------------------------------------------------------------------------
 
-  template <class E>
-  void check_chunk(const Recipe& recipe, sequence_layer owner, const rows_view<const E>& q, const rows_view<const E>& k,
+  template <class Q, class E>
+  void check_chunk(const Recipe& recipe, sequence_layer owner, const rows_view<const Q>& q, const rows_view<const E>& k,
                    const rows_view<const E>& v) const {
     require_not_ended(owner);
     shape_.check_rows(q, k, v, k_dim, v_dim);
@@ -186,8 +186,8 @@ class conversations {
     find(owner.id).layers[std::size_t(owner.layer)].end_chunk(reconsidered);
   }
 
-  template <class E, class Out>
-  void check_rereading(sequence_layer owner, index_t first, index_t count, const rows_view<const E>& q,
+  template <class Q, class E, class Out>
+  void check_rereading(sequence_layer owner, index_t first, index_t count, const rows_view<const Q>& q,
                        const rows_view<const E>& k, const rows_view<const E>& v, const rows_view<Out>& out) const {
     const layer& state = require_not_ended(owner);
     shape_.check_rows(q, k, v, k_dim, v_dim);
@@ -313,15 +313,15 @@ class conversations {
     }
   }
   /// One layer of a step that `begin_step` began.
-  template <class E, class Out>
-  void check_step(index_t layer_index, const batch& step, const rows_view<const E>& q, const rows_view<const E>& k,
+  template <class Q, class E, class Out>
+  void check_step(index_t layer_index, const batch& step, const rows_view<const Q>& q, const rows_view<const E>& k,
                   const rows_view<const E>& v, const rows_view<Out>& out, const rows_view<float>& lse) const {
     check_step_rows(shape_, step, q, k, v, k_dim, v_dim);
     check_queries(layer_index, step, q, out, lse);
   }
   /// One layer of a draft.
-  template <class E, class Out>
-  void check_draft(index_t layer_index, const batch& step, const rows_view<const E>& q, const rows_view<const E>& k,
+  template <class Q, class E, class Out>
+  void check_draft(index_t layer_index, const batch& step, const rows_view<const Q>& q, const rows_view<const E>& k,
                    const rows_view<const E>& v, const rows_view<Out>& out, const rows_view<float>& lse) const {
     check_step_rows(shape_, step, q, k, v, k_dim, v_dim);
     check_query_rows(shape_, step, q, out, lse, k_dim, v_dim);

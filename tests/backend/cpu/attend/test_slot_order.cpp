@@ -181,6 +181,62 @@ TEST_CASE("slots of a ring in the order of their positions give what slots in or
   }
 }
 
+TEST_CASE("cells that an engine reuses, listed by position, give what rows in order give, to the bit") {
+  rng random(415);
+  for (index_t i = 0; i < support::scaled(20); ++i) {
+    const index_t heads = random.between(1, 3), sequences = 2;
+    const auto straight =
+        stored(random, sequences, 1, 90);  // one head says how long a sequence is, and where it stands
+    const index_t cells = straight.length(0, 0) + straight.length(1, 0) + random.between(0, 30);
+    std::vector<index_t> free(static_cast<std::size_t>(cells)), slots, positions, lengths;
+    std::iota(free.begin(), free.end(), 0);
+    std::vector<offset_t> begins;
+    const auto k = support::normals(random, std::size_t(cells * heads * dim));
+    const auto v = support::normals(random, k.size());
+    for (index_t b = 0; b < sequences; ++b) {
+      begins.insert(begins.end(), std::size_t(heads), offset_t(slots.size()));
+      lengths.push_back(straight.length(b, 0));
+      for (index_t slot = 0; slot < straight.length(b, 0); ++slot) {
+        const auto cell = free.begin() + random.between(0, index_t(free.size()) - 1);
+        slots.push_back(*cell);
+        free.erase(cell);
+        positions.push_back(straight.position(b, 0, slot));
+      }
+    }
+    kv_view<const float, dim, filtered<contiguous>> view;
+    view.k = k.data(), view.v = v.data();
+    view.k_strides = view.v_strides = {0, dim, offset_t(heads) * dim};
+    view.sequences = sequences, view.kv_heads = heads;
+    view.lengths = lengths.data(), view.length_strides = {1, 0};
+    view.positions = positions.data(), view.position_begin = begins.data();
+    view.table = {{}, slots.data(), begins.data(), heads};
+
+    const index_t longest = std::max(lengths[0], lengths[1]);
+    std::vector<float> k_in_order(std::size_t(sequences * longest * heads * dim)), v_in_order = k_in_order;
+    for (index_t b = 0; b < sequences; ++b) {
+      for (index_t slot = 0; slot < lengths[std::size_t(b)]; ++slot) {
+        for (index_t h = 0; h < heads; ++h) {
+          const offset_t to = ((offset_t(b) * longest + slot) * heads + h) * dim;
+          std::copy_n(view.key(b, h, slot), dim, k_in_order.begin() + to);
+          std::copy_n(view.value(b, h, slot), dim, v_in_order.begin() + to);
+        }
+      }
+    }
+    ring_view in_order;
+    in_order.k = k_in_order.data(), in_order.v = v_in_order.data();
+    in_order.k_strides = in_order.v_strides = {offset_t(longest) * heads * dim, dim, offset_t(heads) * dim};
+    in_order.sequences = sequences, in_order.kv_heads = heads;
+    in_order.lengths = lengths.data(), in_order.length_strides = {1, 0};
+    in_order.positions = positions.data(), in_order.position_begin = begins.data();
+
+    asked by(random, straight, random.between(1, 8), heads * random.between(1, 4));
+    for (const bool prompt : {false, true})
+      REQUIRE(support::same_bits(attend(view, by, {}, prompt), attend(in_order, by, {}, prompt)));
+    const auto chosen = choose<observation_window>(view, by), expected = choose<observation_window>(in_order, by);
+    REQUIRE((chosen.indices == expected.indices && chosen.counts == expected.counts));
+  }
+}
+
 TEST_CASE("a column beside the rows of a ring goes through the list too") {
   const std::vector<index_t> at{8, 9, 3, 5, 2, 1, 7}, counts{4, 3};
   const std::vector<float> scores{80, 90, 30, 50, 20, 10, 70};

@@ -164,8 +164,11 @@ template <class View, class Memory>
 void attend_range(const View& view, index_t sequence, index_t head, const slot_source& slots, index_t first,
                   index_t last, const logit_rule& rule, int rows, const index_t* query_positions, bool few_rows,
                   Memory& memory, partial_rows<View::v_dim> result) {
-  const bool stored = few_rows && view.k_strides.dim == 1 && view.v_strides.dim == 1;
-  const auto attend = stored ? detail::attend_stored_rows<View, Memory> : detail::attend_converted_rows<View, Memory>;
+  auto attend = detail::attend_converted_rows<View, Memory>;
+  if constexpr (encoding_by_element<typename View::encoding_type>) {
+    if (few_rows && view.k_strides.dim == 1 && view.v_strides.dim == 1)
+      attend = detail::attend_stored_rows<View, Memory>;
+  }
   attend(view, sequence, head, slots, first, last, rule, rows, query_positions, memory, result);
 }
 

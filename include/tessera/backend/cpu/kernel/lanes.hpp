@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "../../../core/config.hpp"
+#include "../../../core/stored/element_blocks.hpp"
 #include "../../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -212,6 +213,12 @@ TESSERA_INLINE void load_row(const Stored* TESSERA_RESTRICT from, offset_t dim_s
   } else {
     for (int d = 0; d < Dim; ++d) to[d] = static_cast<float>(from[d * dim_stride]);
   }
+}
+
+/// Decodes a row of blocks.
+template <int Dim, element_block Block>
+TESSERA_INLINE void load_row(const Block* TESSERA_RESTRICT from, offset_t block_stride, float* TESSERA_RESTRICT to) {
+  for (int b = 0; b < Dim / Block::elements; ++b) from[b * block_stride].decode(to + b * Block::elements);
 }
 
 /// to [Dim] *= scale.

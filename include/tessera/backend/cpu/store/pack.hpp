@@ -119,10 +119,11 @@ void pack(const pack_problem<From, To>& p, executor& workers) {
   if (p.lengths && p.target.length_strides.head == 0) require_even_counts(p.target, p.chosen);
   const auto copy_row = [](const S* source, offset_t source_stride, S* target, offset_t target_stride, int dim) {
     if (source == target) return;
+    const int units = dim / elements_of_unit<S>;
     if (source_stride == 1 && target_stride == 1) {
-      std::memmove(target, source, std::size_t(dim) * sizeof(S));
+      std::memmove(target, source, std::size_t(units) * sizeof(S));
     } else {
-      for (int d = 0; d < dim; ++d) target[d * target_stride] = source[d * source_stride];
+      for (int i = 0; i < units; ++i) target[i * target_stride] = source[i * source_stride];
     }
   };
   const From& source = p.source;

@@ -75,6 +75,7 @@ struct pack_scratch {
 /// out tiles in order. So a tile that another one waits for is already running, on any number of resident blocks.
 template <class From, class To, bool Aligned, bool InPlace>
 struct pack_kernel {
+  static_assert(check_device_rows<From>());
   using T = typename From::encoding_type::stored_type;  // moved without conversion
   static constexpr bool scaled = From::encoding_type::scaled;
   static constexpr int D = From::k_dim, Dv = From::v_dim, per_chunk = 16 / int(sizeof(T));

@@ -131,7 +131,7 @@ void basic_cache<Recipe, Backend>::prefill(index_t layer, index_t id, const rows
                                            std::span<const std::uint8_t> boundaries) {
   const default_float_mode mode;
   const sequence_layer owner{layer, id};
-  const read_rows<Q, K, V> queries = q, keys = k, values = v;
+  const auto [queries, keys, values] = read_rows<Q, K, V>{q, k, v};
   conversations_.check_chunk(recipe_, owner, queries, keys, values);
   detours_.require_none(id);
   const prompt_chunk chunk{conversations_.progress(owner).next_position,
@@ -157,7 +157,7 @@ void basic_cache<Recipe, Backend>::prefill_attention(index_t layer, index_t id, 
                                                      queue_type queue) {
   const default_float_mode mode;
   const sequence_layer owner{layer, id};
-  const read_rows<Q> queries = q;
+  const auto queries = read_only(q);
   conversations_.check_prompt_attention(owner, queries, out, lse);
   backend_.attend_chunk(owner, recipe_, conversations_.progress(owner).next_position - q.tokens, queries, out, lse,
                         queue);
@@ -171,7 +171,7 @@ void basic_cache<Recipe, Backend>::reread(index_t layer, index_t id, index_t fir
     requires(Recipe::retain_type::rereads || !has_queue) {
   const default_float_mode mode;
   const sequence_layer owner{layer, id};
-  const read_rows<Q, K, V> queries = q, keys = k, values = v;
+  const auto [queries, keys, values] = read_rows<Q, K, V>{q, k, v};
   conversations_.check_rereading(owner, first, count, queries, keys, values, out);
   const reread_part part{first, first + count, conversations_.progress(owner).next_position};
   backend_.reread(owner, conversations_.sequence(id).policies, part, queries, keys, values, out, queue);
@@ -300,7 +300,7 @@ void basic_cache<Recipe, Backend>::decode(index_t layer, const batch& step, cons
                                           const rows_view<K>& k, const rows_view<V>& v, const rows_view<Out>& out,
                                           const rows_view<float>& lse, queue_type queue) {
   const default_float_mode mode;
-  const read_rows<Q, K, V> queries = q, keys = k, values = v;
+  const auto [queries, keys, values] = read_rows<Q, K, V>{q, k, v};
   conversations_.check_step(layer, step, queries, keys, values, out, lse);
   backend_.require_layer(layer, step, conversations_, queue);
   backend_.decode(layer, recipe_, step, conversations_, queries, keys, values, out, lse, queue);
@@ -332,7 +332,7 @@ void basic_cache<Recipe, Backend>::decode(index_t layer, const draft_step& draft
                                           const rows_view<float>& lse, queue_type queue) {
   const default_float_mode mode;
   require_drafts();
-  const read_rows<Q, K, V> queries = q, keys = k, values = v;
+  const auto [queries, keys, values] = read_rows<Q, K, V>{q, k, v};
   detours_.require_pending(draft);
   conversations_.check_draft(layer, draft.step, queries, keys, values, out, lse);
   backend_.decode_draft(layer, recipe_, draft, conversations_, queries, keys, values, out, lse, queue);
@@ -375,7 +375,7 @@ template <class Q>
 void basic_cache<Recipe, Backend>::attend(index_t layer, const batch& step, const rows_view<Q>& q,
                                           const rows_view<Out>& out, const rows_view<float>& lse, queue_type queue) {
   const default_float_mode mode;
-  const read_rows<Q> queries = q;
+  const auto queries = read_only(q);
   require(!Recipe::retrieve_type::adds_up, "method", "one whose steps add up queries or values",
           "one whose steps only read", "decode the layer with keys and values of its own");
   conversations_.check_queries(layer, step, queries, out, lse);

@@ -24,8 +24,8 @@ namespace cpu {
 /// Shapes   one sequence: q [tokens, q_heads, dim], k, v [tokens, kv_heads, dim]. `output` has the results over the
 ///          stored tokens, lse included, and gets those over both. Rows behind the tree's tokens stay.
 /// Cost     tokens * ancestors * q_heads * (k_dim + v_dim) multiply-adds.
-template <class E>
-void attend_draft(const draft_tree& tree, const logit_rule& rule, const rows_view<const E>& q,
+template <class Q, class E>
+void attend_draft(const draft_tree& tree, const logit_rule& rule, const rows_view<const Q>& q,
                   const rows_view<const E>& k, const rows_view<const E>& v, const attention_output& output,
                   executor& workers) {
   const index_t group = q.heads / k.heads;
@@ -77,8 +77,8 @@ class draft_rows {
   void forget(index_t id) { stored_.clear(id); }
 
   /// Stores the rows of a layer of one sequence.
-  template <class E>
-  void store(sequence_layer owner, std::uint64_t number, const rows_view<const E>& q, const rows_view<const E>& k,
+  template <class Q, class E>
+  void store(sequence_layer owner, std::uint64_t number, const rows_view<const Q>& q, const rows_view<const E>& k,
              const rows_view<const E>& v) {
     layer_rows made{number, rows_of(q), rows_of(k), rows_of(v)};
     std::swap(stored_[owner], made);

@@ -19,9 +19,9 @@ class prompt_turn {
   explicit prompt_turn(parts_type& parts) : parts_(parts) {}
 
   /// Appends a chunk to a layer; its queries are observed.
-  template <class E>
+  template <class Q, class E>
   void append(sequence_layer owner, const planned<Recipe>& policies, const prompt_chunk& chunk,
-              const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v) {
+              const rows_view<const Q>& q, const rows_view<const E>& k, const rows_view<const E>& v) {
     const bool follows = parts_.roles.follows_recipe(owner.layer);
     choice& made = parts_.new_choices(1).front();
     try {
@@ -70,14 +70,14 @@ class prompt_turn {
 
   /// Reads tokens once more, at positions from `part.begin` on. They attend to everything and to themselves, and their
   /// queries score the part's tokens; nothing else stays of them.
-  template <class E>
+  template <class Q, class E>
   void reread(sequence_layer owner, const planned<Recipe>& policies, const reread_part& part,
-              const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+              const rows_view<const Q>& q, const rows_view<const E>& k, const rows_view<const E>& v,
               const attention_output& output) {
     const logit_rule rule = parts_.roles.rule(owner.layer);
     try {
       parts_.store.append(owner, k, v, part.begin);
-      prefill_attention(parts_.store.view(owner), query_rows<E>{q, &part.begin}, rule, output, *parts_.workers);
+      prefill_attention(parts_.store.view(owner), query_rows<Q>{q, &part.begin}, rule, output, *parts_.workers);
       if (parts_.roles.follows_recipe(owner.layer))
         parts_.rereader.score(owner, parts_.store, policies, rule, q, part, *parts_.workers);
     } catch (...) {

@@ -35,9 +35,9 @@ class step_turn {
   }
 
   /// One layer for every sequence of the batch: append, retrieve, attend, retain.
-  template <class E>
+  template <class Q, class E>
   void decode(index_t layer, const Recipe& recipe, const batch& step, const conversations<Recipe>& known,
-              const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+              const rows_view<const Q>& q, const rows_view<const E>& k, const rows_view<const E>& v,
               const attention_output& output) {
     host_vector<choice>& choices = parts_.new_choices(step.sequences());
     parts_.log.begin(step.sequences());
@@ -45,8 +45,9 @@ class step_turn {
     const auto first = [&](index_t b) { return known.progress(owner(b)).next_position; };
     try {
       for (index_t b = 0; b < step.sequences(); ++b) {
-        decode_sequence(owner(b), recipe, step, b, known.sequence(owner(b).id).policies, first(b),
-                        known.step_marks(layer, step, b), step.rows_of(q, b), step.rows_of(k, b), step.rows_of(v, b),
+        parts_.store.append(owner(b), step.rows_of(k, b), step.rows_of(v, b), first(b),
+                            known.step_marks(layer, step, b));
+        decode_sequence(owner(b), recipe, step, b, known.sequence(owner(b).id).policies, first(b), step.rows_of(q, b),
                         {step.rows_of(output.out, b), step.rows_of(output.lse, b)}, choices[std::size_t(b)]);
       }
     } catch (...) {
@@ -63,8 +64,8 @@ class step_turn {
   }
 
   /// One layer of a draft, for every sequence of the batch: its tokens attend to what a step reads, and to each other.
-  template <class E>
-  void draft(index_t layer, const draft_step& draft, const conversations<Recipe>& known, rows_view<const E> q,
+  template <class Q, class E>
+  void draft(index_t layer, const draft_step& draft, const conversations<Recipe>& known, rows_view<const Q> q,
              rows_view<const E> k, rows_view<const E> v, const attention_output& output) {
     q.dim = k.dim = layout::k_dim, v.dim = layout::v_dim;
     host_vector<float> sums;
@@ -90,7 +91,7 @@ class step_turn {
           return rows;
         };
         const index_t first = next + tree.depth(t);
-        attend_stored(owner, known, query_rows<E>{some(queries), &first}, {some(to.out), some(to.lse)});
+        attend_stored(owner, known, query_rows<Q>{some(queries), &first}, {some(to.out), some(to.lse)});
       }
       attend_draft(tree, rule, queries, keys, values, to, *parts_.workers);
       parts_.drafts.store(owner, draft.step.number, queries, keys, values);
@@ -203,20 +204,18 @@ class step_turn {
     }
     parts_.plan_packing(owner, made, false);
   }
+  /// A step of a layer behind the append of its rows.
   template <class E>
   void decode_sequence(sequence_layer owner, const Recipe& recipe, const batch& step, index_t b,
-                       const planned<Recipe>& policies, index_t first, const segment_marks& marks,
-                       const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+                       const planned<Recipe>& policies, index_t first, const rows_view<const E>& q,
                        const attention_output& output, choice& made) {
-    const index_t next = first + k.tokens;
+    const index_t next = first + q.tokens;
     const logit_rule rule = parts_.roles.rule(owner.layer);
-    parts_.store.append(owner, k, v, first, marks);
-    if (!parts_.roles.follows_recipe(owner.layer))
-      return decode_all(owner, b, query_rows<E>{q, &first}, k.tokens, output, made);
-    parts_.read_stage.append(owner, parts_.store, k.tokens);
+    if (!parts_.roles.follows_recipe(owner.layer)) return decode_all(owner, b, query_rows<E>{q, &first}, output, made);
+    parts_.read_stage.append(owner, parts_.store, q.tokens);
     if constexpr (Recipe::schedule_type::fires_at(moment::step_begin)) {
       if (step.evicts_first) {  // the step reads what will stay; the rest is dropped when the whole batch has succeeded
-        parts_.plan_choice(owner, recipe, policies, true, {next, k.tokens, nullptr}, made);
+        parts_.plan_choice(owner, recipe, policies, true, {next, q.tokens, nullptr}, made);
         attend(owner, b, policies, parts_.read_stage.view_of(owner, parts_.store, made.selections[0]),
                query_rows<E>{q, &first}, rule, output);
         return parts_.plan_packing(owner, made, false);
@@ -225,7 +224,7 @@ class step_turn {
     const index_t members = parts_.read_stage.members(owner);
     for (index_t m = 0; m < members; ++m) {
       const group_member<E> part(q, rule, m, members);
-      show(owner, m, first, k.tokens, [&](const auto& view) {
+      show(owner, m, first, q.tokens, [&](const auto& view) {
         attend(owner, b, policies, view, query_rows<E>{part.q, &first}, part.rule,
                {every_head(output.out, m, members), every_head(output.lse, m, members)}, m);
       });
@@ -241,12 +240,12 @@ class step_turn {
   }
   /// A step of a layer that keeps and reads everything, or slides.
   template <class E>
-  void decode_all(sequence_layer owner, index_t b, const query_rows<E>& queries, index_t tokens,
-                  const attention_output& output, choice& made) {
+  void decode_all(sequence_layer owner, index_t b, const query_rows<E>& queries, const attention_output& output,
+                  choice& made) {
     const auto all = parts_.store.view(owner);
     decode_attention(all, queries, parts_.roles.rule(owner.layer), nullptr, output, *parts_.attending, *parts_.workers);
     parts_.log.note(b, all, nullptr, parts_.store.token_bytes(), parts_.store.uneven_bytes(all, nullptr));
-    parts_.plan_slide(owner, tokens, made);
+    parts_.plan_slide(owner, queries.q.tokens, made);
   }
   /// Attends what the reader chooses of a view, for one member of a group whose query heads read apart.
   template <class View, class E>
