@@ -13,21 +13,6 @@ using namespace tessera_llama;
 
 namespace {
 
-/// llama.cpp by itself.
-struct plain {
-  bool flash;
-  llama_pos next = 0;
-  void attach(llama_context_params& params) const {
-    params.flash_attn_type = flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
-    params.type_k = params.type_v = flash ? GGML_TYPE_F16 : GGML_TYPE_F32;
-  }
-  void decode(llama_context* context, const llama_batch& batch) {
-    tessera::require(llama_decode(context, batch) == 0, "llama_decode", "failed", "0", "see its log");
-    next += batch.n_tokens;
-  }
-  llama_pos next_position(llama_seq_id) const { return next; }
-};
-
 struct distances {
   double sum = 0, worst_margin = 0;
   long logits = 0;
@@ -68,7 +53,7 @@ int main(int argc, char** argv) try {
   distances flash, own;
   for (int p = 0; p < prompts; ++p) {
     const std::vector<llama_token> prompt = make_needle(model, length, 0.5, unsigned(500 + p)).tokens;
-    plain exact_way{false}, flash_way{true};
+    plain_decoder exact_way{.flash = false}, flash_way;
     attention own_way(model.get(), {"full"});
     const int cells = int(prompt.size()) + tokens + 8;
     const auto exact = model.context(cells, 1, exact_way), fast = model.context(cells, 1, flash_way),

@@ -43,8 +43,6 @@ class loaded_model {
     observer.attach(params);
     return made(params);
   }
-  /// llama.cpp by itself.
-  context_pointer context(int cells, int threads) const { return made(params_of(cells, threads, 1)); }
 
   /// `begins`: with what the model puts before a text.
   std::vector<llama_token> tokens(const std::string& text, bool begins = false) const {
@@ -92,6 +90,21 @@ class loaded_model {
     return context;
   }
   std::unique_ptr<llama_model, model_freed> model_;
+};
+
+/// llama.cpp by itself, with no callback: flash attention over cells of fp16, or none over cells of fp32.
+struct plain_decoder {
+  bool flash = true;
+  llama_pos next = 0;
+  void attach(llama_context_params& params) const {
+    params.flash_attn_type = flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    params.type_k = params.type_v = flash ? GGML_TYPE_F16 : GGML_TYPE_F32;
+  }
+  void decode(llama_context* context, const llama_batch& batch) {
+    tessera::require(llama_decode(context, batch) == 0, "llama_decode", "failed", "0", "see its log");
+    next += batch.n_tokens;
+  }
+  llama_pos next_position(llama_seq_id) const { return next; }
 };
 
 /// A batch whose memory it owns.

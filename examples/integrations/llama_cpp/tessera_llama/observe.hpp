@@ -199,7 +199,7 @@ class graph_observer {
     if (ask) return problem_.empty();
     try {
       const attention_node node = attention_node::of(t);
-      if (layer_ == 0) note_cells(node.q.tokens);
+      if (layer_ == 0) note_cells(node);
       see(layer_++, node);
       return true;
     } catch (const std::exception& failed) {
@@ -209,14 +209,19 @@ class graph_observer {
     }
     return false;
   }
-  void note_cells(std::int64_t tokens) {
+  void note_cells(const attention_node& node) {
+    const std::int64_t tokens = node.q.tokens;
     tessera::require(indices_ && indices_->ne[0] == tokens, "cells of the new tokens", "not written as rows",
                      "one index for each token",
                      "take a llama.cpp whose memory is written by SET_ROWS, as that of 2026-11");
     require_host(indices_);
     for (std::int64_t i = 0; i < tokens; ++i) {
-      cells_.push_back(indices_->type == GGML_TYPE_I64 ? static_cast<const std::int64_t*>(indices_->data)[i]
-                                                       : static_cast<const std::int32_t*>(indices_->data)[i]);
+      const std::int64_t cell = indices_->type == GGML_TYPE_I64 ? static_cast<const std::int64_t*>(indices_->data)[i]
+                                                                : static_cast<const std::int32_t*>(indices_->data)[i];
+      // Indices count from the first stream on, the node's cells from its own.
+      tessera::require(cell >= 0 && cell < node.k->ne[1], "cell of a new token", cell,
+                       "0 to " + std::to_string(node.k->ne[1] - 1), "make the context with kv_unified");
+      cells_.push_back(cell);
     }
   }
 

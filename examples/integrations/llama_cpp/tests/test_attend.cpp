@@ -351,4 +351,18 @@ TEST_CASE("what cannot be is refused in a sentence, and nothing has changed") {
   batch.add(1, 0, 0, true);
   CHECK_THROWS_WITH(own.decode(context.get(), batch.get()), contains("attention nodes of a pass is 0; expected 2"));
   CHECK_FALSE(own.has(0));
+
+  attention second(tiny_model().get(), {"full"});
+  struct with_streams {
+    attention& of;
+    void attach(llama_context_params& params) const {
+      of.attach(params);
+      params.kv_unified = false;
+    }
+  } streams{second};
+  const auto parted = tiny_model().context(512, 1, streams, 2);
+  token_batch of_second(4);
+  of_second.add(1, 0, 1, true);
+  CHECK_THROWS_WITH(second.decode(parted.get(), of_second.get()), contains("make the context with kv_unified"));
+  CHECK_FALSE(second.has(1));
 }
