@@ -237,7 +237,7 @@ TEST_CASE("slots of a server, mixed at random, attend as caches of one sequence 
 }
 
 TEST_CASE("a saved sequence goes on in another process's cache, and damaged or foreign bytes change nothing") {
-  for (const std::string method : {"full", "snapkv", "quest", "mosaickv", "sentencekv"}) {
+  for (const std::string method : {"full", "snapkv", "quest", "mosaickv", "rocketkv"}) {
     CAPTURE(method);
     const auto& methods = tessera::cache_methods();
     if (std::find(methods.begin(), methods.end(), method) == methods.end()) continue;

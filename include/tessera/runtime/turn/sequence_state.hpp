@@ -130,7 +130,7 @@ struct sequence_state {
     archive.flag(is_cut);
     index_t next = front().next_position;
     archive.number(next);
-    archive.require(next >= 0 && answer_began <= next, "with positions that cannot be");
+    archive.require(next >= 0, "with positions that cannot be");  // a turn that was cut began behind it
     for (layer_progress& layer : layers) {
       layer.next_position = next;
       for (segment_cursor* cursor : {&layer.text, &layer.answer_text}) {
