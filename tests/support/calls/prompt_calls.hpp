@@ -108,6 +108,7 @@ class prompt_calls : public compared_caches {
       return false;
     sequence copy = *known(id);
     copy.step_tokens = 0;
+    has_detoured_ = has_detoured_ || kind != fork_kind::plain;  // a loaded sequence has memory of its own size
     entry(free) = std::move(copy);
     return true;
   }

@@ -88,7 +88,8 @@ class reading {
       if constexpr (filters) {
         index_t sets = index_t(candidates_[owner].size());
         archive.number(sets);
-        archive.require(sets == 1 || sets == shape_.q_heads / shape_.kv_heads, "with sets of candidates of no head");
+        archive.require(sets == 0 || sets == 1 || sets == shape_.q_heads / shape_.kv_heads,
+                        "with sets of candidates of no head");  // none: a layer that reads everything
         candidates_[owner].resize(std::size_t(sets));
         for (candidates& list : candidates_[owner]) list.transfer(stored.lengths(owner), archive);
       }
@@ -97,7 +98,10 @@ class reading {
       if constexpr (Archive::loads && retrieve_type::retrieves) {
         if (!roles.follows_recipe(layer)) continue;
         const candidates* list = nullptr;
-        if constexpr (filters) list = &candidates_[owner].front();
+        if constexpr (filters) {
+          if (candidates_[owner].empty()) continue;  // a prompt comes next
+          list = &candidates_[owner].front();
+        }
         reader_.refresh(index, shown(owner, stored, view(owner, stored), list), policies, true);
       }
     }

@@ -96,6 +96,8 @@ class placed_rows<Layout, runs> {
     runs_[target] = run_of(source);
   }
   void lay_out(std::size_t entry, const host_vector<index_t>& lengths) {
+    run_of(entry).clear();
+    if (*std::max_element(lengths.begin(), lengths.end()) == 0) return;
     host_vector<index_t> capacities;
     for (const index_t length : lengths) capacities.push_back(length + spare_room(length));
     selection none;

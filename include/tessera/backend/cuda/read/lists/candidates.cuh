@@ -324,7 +324,7 @@ class candidates {
   void transfer(sequence_layer owner, const host_vector<index_t>& lengths, Archive& archive, cudaStream_t stream) {
     index_t sets = members_;
     archive.number(sets);
-    archive.require(sets == 1 || sets == group_, "with sets of candidates of no head");
+    archive.require(sets == 0 || sets == 1 || sets == group_, "with sets of candidates of no head");
     host_vector<host_vector<index_t>> counts(std::size_t(sets), host_vector<index_t>(std::size_t(heads_), 0));
     host_vector<host_vector<index_t>> slots_of_head(std::size_t(sets * heads_), host_vector<index_t>{});
     token_bound held;
