@@ -23,6 +23,7 @@ inline constexpr int lane_count = 4;
 inline constexpr int accumulators = 2;
 #endif
 
+/// As many floats as a register holds.
 using lanes = float __attribute__((vector_size(lane_count * 4)));
 
 TESSERA_INLINE lanes load(const float* p) {
@@ -35,6 +36,7 @@ TESSERA_INLINE lanes splat(float x) { return x - lanes{}; }
 
 TESSERA_INLINE lanes larger(lanes x, lanes y) { return x > y ? x : y; }
 
+/// Four floats.
 using lanes4 = float __attribute__((vector_size(16)));
 
 /// Adds the upper half of a vector to its lower half until four lanes are left.
