@@ -57,6 +57,7 @@ static_assert(element_block<int8_block> && element_block<int4_block> && !element
 /// Elements of a row that one stored unit holds: those of a block, else 1.
 template <class Stored>
 inline constexpr int elements_of_unit = 1;
+/// Of a block.
 template <element_block Block>
 inline constexpr int elements_of_unit<Block> = Block::elements;
 

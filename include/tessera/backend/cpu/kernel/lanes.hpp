@@ -13,27 +13,37 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
 #if defined(__AVX512F__)
+/// Floats of a register.
 inline constexpr int lane_count = 16;
+/// Vectors that a row is added up in.
 inline constexpr int accumulators = 4;  // vectors per row in a 4-row block: 16 of 32 registers
 #elif defined(__AVX__)
+/// Floats of a register.
 inline constexpr int lane_count = 8;
+/// Vectors that a row is added up in.
 inline constexpr int accumulators = 2;  // 8 of 16 registers
 #else
+/// Floats of a register.
 inline constexpr int lane_count = 4;
+/// Vectors that a row is added up in.
 inline constexpr int accumulators = 2;
 #endif
 
 /// As many floats as a register holds.
 using lanes = float __attribute__((vector_size(lane_count * 4)));
 
+/// `lane_count` floats from `p` on.
 TESSERA_INLINE lanes load(const float* p) {
   lanes x;
   std::memcpy(&x, p, sizeof x);
   return x;
 }
+/// Writes `lane_count` floats to `p`.
 TESSERA_INLINE void store(float* p, lanes x) { std::memcpy(p, &x, sizeof x); }
+/// x in every lane.
 TESSERA_INLINE lanes splat(float x) { return x - lanes{}; }
 
+/// The larger one in every lane; y where one is not a number.
 TESSERA_INLINE lanes larger(lanes x, lanes y) { return x > y ? x : y; }
 
 /// Four floats.
@@ -63,11 +73,13 @@ TESSERA_INLINE lanes4 sums(lanes a, lanes b, lanes c, lanes d) {
   return neighbour_sums(neighbour_sums(fold(a), fold(b)), neighbour_sums(fold(c), fold(d)));
 }
 
+/// The sum of all lanes.
 TESSERA_INLINE float sum(lanes x) {
   const lanes4 part = fold(x);
   return (part[0] + part[1]) + (part[2] + part[3]);
 }
 
+/// The largest lane.
 TESSERA_INLINE float largest(lanes x) {
   float part[lane_count];
   store(part, x);
@@ -76,7 +88,9 @@ TESSERA_INLINE float largest(lanes x) {
   return top;
 }
 
+/// As many whole numbers: without a sign, and with one.
 using words = std::uint32_t __attribute__((vector_size(lane_count * 4)));
+/// See `words`.
 using integers = std::int32_t __attribute__((vector_size(lane_count * 4)));
 
 /// e^x in every lane, as fast_exp of math/exp.hpp: g++ 12 makes a loop over that one into vectors for AVX-512 only.
@@ -101,6 +115,7 @@ TESSERA_INLINE lanes exp_lanes(lanes x) {
   return x < low ? lanes{} : (x > high ? splat(infinity) : result);
 }
 
+/// As many numbers of 16 bits.
 using half_words = std::uint16_t __attribute__((vector_size(lane_count * 2)));
 
 /// `lane_count` stored elements as fp32.
@@ -118,6 +133,7 @@ TESSERA_INLINE lanes fp16_lanes(words bits) {
   const words result = sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : std::bit_cast<words>(finite));
   return std::bit_cast<lanes>(result);
 }
+/// See the one of bf16.
 TESSERA_INLINE lanes load(const fp16* p) {
   half_words x;
   std::memcpy(&x, p, sizeof x);
@@ -132,7 +148,9 @@ TESSERA_INLINE lanes fp8_lanes(words bits) {
   const auto not_a_number = std::bit_cast<words>((x & 0x07f00000u) == 0x07f00000u);  // all bits set is one too
   return std::bit_cast<lanes>(std::bit_cast<words>(std::bit_cast<lanes>(x) * 0x1p120f) | not_a_number);
 }
+/// As many bytes.
 using quarter_words = std::uint8_t __attribute__((vector_size(lane_count)));
+/// See the one of bf16.
 TESSERA_INLINE lanes load(const fp8* p) {
   quarter_words x;
   std::memcpy(&x, p, sizeof x);
@@ -159,6 +177,7 @@ TESSERA_INLINE void load_two(const bf16* p, lanes& first, lanes& second) {
   first = std::bit_cast<lanes>(x << 16);
   second = std::bit_cast<lanes>(x & 0xffff0000u);
 }
+/// See the one of bf16.
 TESSERA_INLINE void load_two(const fp16* p, lanes& first, lanes& second) {
   words x;
   std::memcpy(&x, p, sizeof x);
