@@ -33,7 +33,7 @@ MAY_INCLUDE = {
 ROOMS = {
     "backend/cpu": ["kernel", "store", "score", "observe", "choose", "attend", "read", "cache", "backend.hpp", "any_cache.hpp", "named_cache.hpp"],
     "backend/cuda": ["cache_options.hpp", "device", "store", "score", "observe", "choose", "attend", "read", "cache", "backend.cuh",
-                     "cache.cuh"],
+                     "cache.cuh", "any_cache.cuh"],
 }
 
 # The public header of a room that has parts alone.

@@ -11,8 +11,8 @@
 #include <tessera/core/error.hpp>
 #include <tessera/core/model_shape.hpp>
 #include <tessera/core/parameters.hpp>
-#include <tessera/core/prompt/prompt_lines.hpp>
 #include <tessera/core/views.hpp>
+#include <tessera/runtime/any/any_cache.hpp>
 #include <utility>
 #include <vector>
 
@@ -31,25 +31,14 @@ using tessera::offset_t;
 /// Rows that a cache reads, in any strides: [tokens, heads, head_dim].
 using input_rows = tessera::rows_view<const float>;
 
-enum class element_type { fp32, fp16, bf16 };
+using element_type = tessera::element_kind;
+using tessera::ranked_tokens;
+using tessera::unpacked_rows;
 
 /// What was read by the decode steps since the prompt ended.
 struct read_count {
   offset_t bytes = 0;
   index_t steps = 0;
-};
-
-/// What a method ranked in a layer when a prompt ended, by kv_head: the tokens that competed and their scores.
-struct ranked_tokens {
-  std::vector<std::vector<index_t>> positions;
-  std::vector<std::vector<float>> scores;
-  std::vector<std::vector<index_t>>
-      blocks;  ///< of a method that keeps blocks of segments: their size by segment, 0: dropped
-};
-
-/// K and V of a layer as they are stored, in the engine's basis: [kv_heads, tokens, head_dim].
-struct stored_rows {
-  std::vector<float> k, v;
 };
 
 /// Pages of each group of heads, once a prompt has ended.
@@ -81,9 +70,14 @@ class method_cache : public engine::kv_cache {
   }
 
   /// Writes the conversation as bytes, between two turns; reads one in place of an empty one.
-  /// Errors: those of basic_cache::save and load; a cache on another backend than the CPU.
-  virtual void save(const std::function<void(const void*, std::size_t)>&) { fail_to_save(); }
-  virtual void load(const std::function<std::size_t(void*, std::size_t)>&) { fail_to_save(); }
+  /// Errors: those of basic_cache::save and load; a cache that cannot, as `saves` says: packed rows on a GPU.
+  virtual void save(const std::function<void(const void*, std::size_t)>&) { require_saves(); }
+  virtual void load(const std::function<std::size_t(void*, std::size_t)>&) { require_saves(); }
+  virtual bool saves() const { return false; }
+  void require_saves() const {
+    tessera::require(saves(), "saved conversation", "asked of this method on a GPU",
+                     "a method that packs no rows there", "use --backend cpu");
+  }
 
   /// An independent copy.
   virtual std::unique_ptr<method_cache> clone() const = 0;
@@ -110,8 +104,8 @@ class method_cache : public engine::kv_cache {
   virtual bool trace_ranked() { return false; }
   virtual ranked_tokens ranked(int) const { return {}; }
 
-  /// What is left of the vectors of a layer, of a method that leaves elements out; else nothing.
-  virtual std::optional<stored_rows> unpacked(int) { return std::nullopt; }
+  /// What is left of the vectors of a layer, in the engine's basis, of a method that leaves elements out; else nothing.
+  virtual std::optional<unpacked_rows> unpacked(int) { return std::nullopt; }
 
   /// From now on prompts write down which lines they attend: see `lines`. False where this cache cannot.
   virtual bool trace_lines() { return false; }
@@ -120,11 +114,6 @@ class method_cache : public engine::kv_cache {
 
   /// The same cache for the engine on the device; null for a cache of the CPU.
   virtual engine::cuda::kv_cache* on_device() { return nullptr; }
-
- private:
-  [[noreturn]] static void fail_to_save() {
-    tessera::fail("saved conversation", "asked of a cache on a GPU", "one on the CPU", "use --backend cpu");
-  }
 };
 
 /// Turns, each from its first token to the next one's, cut where a cache compresses what has come.

@@ -90,8 +90,6 @@ class conversation_run {
                      "one file, as there is no chat template", "pass --prompt FILE once, - for standard input");
     tessera::require(given.load.empty() || !given.system_prompt, "--system", "given", "none with --load",
                      "leave it out: a conversation that goes on has its beginning");
-    tessera::require((given.save.empty() && given.load.empty()) || where_ == backend::cpu, "--save or --load",
-                     "given with --backend cuda", "--backend cpu", "saved conversations are the CPU's");
     tessera::require(chat_ || !given.system_prompt, "--system", "given", "none for plain text",
                      "leave it out, or pass a model with a chat template");
   }
@@ -157,7 +155,7 @@ class conversation_run {
 
   // At most this many tokens in all turns: the device's memory is made for them.
   std::int64_t upper_bound(const std::vector<engine::token_t>& first) const {
-    if (messages_.empty()) return config_.max_position_embeddings;
+    if (messages_.empty() || !given_.load.empty()) return config_.max_position_embeddings;
     std::int64_t total = std::int64_t(first.size()) + max_new_;
     for (std::size_t i = 1; i < messages_.size(); ++i)
       total += std::int64_t(chat_->next_turn({}, messages_[i]).size()) + 1 + max_new_;
@@ -169,6 +167,7 @@ class conversation_run {
     cache_ = make_cache(
         method_, where_,
         {shape_of(config_), config_.head_dim, element_, budget_, settings, workers_, index_t(upper_bound(first))});
+    if (!given_.save.empty() || !given_.load.empty()) cache_->require_saves();
     progress_line progress("loading the model");
     model_ = load_model(given_.model, where_, *workers_);
     result_.parameters = method_.configured(settings);

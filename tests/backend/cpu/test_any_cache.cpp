@@ -1,5 +1,6 @@
 #include "catch.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -36,8 +37,8 @@ TEST_CASE("a cache by name gives the bits of the cache itself") {
   cache<snapkv<fp16, dim>> own(shape, recipe, workers);
   const std::unique_ptr<any_cache> named =
       std::make_unique<cpu::any_cache_of<snapkv<fp16, dim>>>(asked(24, {{"window", "8"}}), workers);
-  CHECK(named->drops());
-  CHECK_FALSE(named->needs_segments());
+  CHECK(named->facts().drops_by_layer);
+  CHECK_FALSE(named->facts().needs_segments);
   CHECK(named->bound(60, 5) == own.bound(60, 5));
 
   support::rng random(31);
@@ -72,6 +73,78 @@ TEST_CASE("a cache by name gives the bits of the cache itself") {
   named->close(id);
   CHECK(named->next_position(fork) == 41);
   CHECK(named->settled(fork) <= 41);
+}
+
+TEST_CASE("prompts, steps, copies and traces by name are those of the cache itself") {
+  const auto workers = std::make_shared<cpu::executor>(1);
+  using method = snapkv<fp16, dim>;
+  method recipe;
+  recipe.set_budget(40);
+  cache<method> own(shape, recipe, workers);
+  const std::unique_ptr<any_cache> named =
+      std::make_unique<cpu::any_cache_of<method, fp16>>(shape, recipe, workers, nullptr);
+  const any_cache_facts& facts = named->facts();
+  CHECK((facts.k_dim == dim && facts.v_dim == dim && facts.input == element_kind::fp16));
+  CHECK((facts.output == element_kind::fp32 && facts.chunk == 0 && facts.saves && !facts.packs && !facts.rereads));
+  own.trace_attended(true), own.trace_ranked(true), named->trace_attended(true), named->trace_ranked(true);
+
+  support::rng random(32);
+  std::vector<fp16> rows(100 * 4 * dim);
+  for (fp16& value : rows) value = fp16(float(random.between(-100, 100)) / 50);
+  const index_t id = own.open();
+  REQUIRE(named->open() == id);
+  std::vector<float> a(100 * 4 * dim), b = a, lse_a(400), lse_b = lse_a;
+  const auto same = [&] {
+    CHECK(std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+    CHECK(lse_a == lse_b);
+  };
+  const auto q = nhd_rows<const fp16>(rows.data(), 100, 4, dim), k = nhd_rows<const fp16>(rows.data() + 9, 100, 2, dim);
+  named->announce(id, 100), own.announce(id, 100), named->reserve(id, 100);
+  for (index_t layer = 0; layer < shape.layers; ++layer) {
+    own.prefill(layer, id, q, k, k), named->prefill(layer, id, q, k, k);
+    own.prefill_attention(layer, id, q, nhd_rows(a.data(), 100, 4, dim), nhd_rows(lse_a.data(), 100, 4, 1));
+    named->prefill_attention(layer, id, q, nhd_rows(b.data(), 100, 4, dim), nhd_rows(lse_b.data(), 100, 4, 1));
+    same();
+  }
+  own.end_layer(0, id), named->end_layer(0, id);
+  own.end_prefill(id), named->end_prefill(id);
+  CHECK(named->ranked(1, id).scores == own.ranked(1, id).scores);
+  CHECK(named->ranked(1, id).positions[0].size() > 0);
+  own.set_budget(44), named->set_budget(44);
+  const std::unique_ptr<any_cache> copy = named->clone();
+  const auto step_q = nhd_rows<const fp16>(rows.data() + 5, 3, 4, dim),
+             step_k = nhd_rows<const fp16>(rows.data() + 1, 3, 2, dim);
+  const auto step_on = [&](any_cache& held) {
+    const batch step = held.prepare_step({id}, 3);
+    held.begin_step(step);
+    for (index_t layer = 0; layer < shape.layers; ++layer) {
+      held.decode(layer, step, step_q, step_k, step_k, nhd_rows(b.data(), 3, 4, dim), nhd_rows(lse_b.data(), 3, 4, 1));
+      held.attend(layer, step, step_q, nhd_rows(b.data() + 12 * dim, 3, 4, dim));
+    }
+  };
+  const batch step = own.prepare_step({id}, 3);
+  for (index_t layer = 0; layer < shape.layers; ++layer) {
+    own.decode(layer, step, step_q, step_k, step_k, nhd_rows(a.data(), 3, 4, dim), nhd_rows(lse_a.data(), 3, 4, 1));
+    own.attend(layer, step, step_q, nhd_rows(a.data() + 12 * dim, 3, 4, dim));
+  }
+  step_on(*named), same();
+  CHECK(named->attended(1, id) == own.attended(1, id));
+  CHECK(copy->next_position(id) == 100);
+  b.assign(b.size(), 0);
+  std::copy(a.begin() + 24 * dim, a.end(), b.begin() + 24 * dim);
+  step_on(*copy), same();
+  CHECK(named->queries_needed(100) == own.recipe().queries_needed(100));
+  CHECK(named->available() == own.available());
+  CHECK((named->pages(id).empty() && named->step_positions() == nullptr));
+
+  const std::vector<float> wrong(400 * dim);
+  CHECK_THROWS_WITH(named->prefill(0, id, nhd_rows<const float>(wrong.data(), 1, 4, dim), step_k, step_k),
+                    contains("element type of rows is fp32; expected fp16"));
+  CHECK_THROWS_WITH(named->reread(0, id, 0, 1, q, k, k, nhd_rows(b.data(), 100, 4, dim)),
+                    contains("rereads no prompts"));
+  CHECK_THROWS_WITH(named->unpacked(0, id), contains("expected packed rows"));
+  CHECK_THROWS_WITH(named->pages(7), contains("sequence"));
+  CHECK(named->next_position(id) == 103);
 }
 
 TEST_CASE("parameters come as text: numbers, words, and a split that adapts") {

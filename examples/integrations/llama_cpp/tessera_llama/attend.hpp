@@ -243,7 +243,7 @@ class attention final : public graph_observer {
     request.settings = options_.settings;
     request.rule.scale = facts.scale, request.rule.soft_cap = facts.soft_cap;
     auto made = tessera::make_cache(options_.method, "fp16", facts.dim, request, workers_);
-    tessera::require(!made->rereads(), "method", "'" + options_.method + "'", "one that reads a prompt once",
+    tessera::require(!made->facts().rereads, "method", "'" + options_.method + "'", "one that reads a prompt once",
                      "this integration passes no prompt through the model twice");
     cache_ = std::move(made);
     facts_ = facts;
@@ -301,7 +301,7 @@ class attention final : public graph_observer {
       items.push_back({sequences_.at(run.sequence).id, run.tokens, run.is_prompt});
     }
     std::vector<std::uint8_t> boundaries;
-    if (cache_->needs_segments() || cache_->needs_step_segments()) {
+    if (cache_->facts().needs_segments || cache_->facts().needs_step_segments) {
       tessera::require(llama_vocab_type(vocabulary_) != LLAMA_VOCAB_TYPE_NONE, "vocabulary of the model", "none",
                        "one, as '" + options_.method + "' goes by sentences of the text",
                        "take another model or method");

@@ -25,8 +25,10 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 HOST = "-march=native"
 ABI = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
 EXPORTS = """
-tessera_torch::any_cache* tessera_torch_make(const tessera_torch::cache_request& request) {
-  return new tessera_torch::%s_cache<recipe_type>(request);
+using cache_type = tessera_torch::%s_cache<recipe_type>;
+tessera::any_cache* tessera_torch_make(const tessera_torch::cache_request& request) { return new cache_type(request); }
+tessera::any_cache* tessera_torch_copy(const tessera::any_cache& cache, const tessera_torch::device_memory& memory) {
+  return static_cast<const cache_type&>(cache).copy_in(memory).release();
 }
 const char* tessera_torch_parameters() {
   static const std::string text = tessera_torch::parameters_text<recipe_type>();
@@ -135,7 +137,7 @@ def library(method, dtype, dim, device="cpu", kind="cache"):
     command = command_of(device)
     text = (f'#include "{device}_{kind}.{"hpp" if device == "cpu" else "cuh"}"\n' +
             source_of(method, ELEMENTS[dtype], dim) + (EXPORTS if kind == "cache" else PAGE_EXPORTS) % device)
-    unused = (*OPERATORS, "registry.hpp", "torch_memory.hpp", *([] if device == "cuda" else ["backend/cuda"]))
+    unused = (*OPERATORS, "registry.hpp", "tensor_rows.hpp", "torch_memory.hpp", *([] if device == "cuda" else ["backend/cuda"]))
     depends = machine(command[0], *unused)
     key = hashlib.sha256("\0".join([depends, *command, text]).encode()).hexdigest()[:24]
     name = method if isinstance(method, str) else "policy"

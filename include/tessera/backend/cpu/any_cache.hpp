@@ -4,60 +4,42 @@
 #include <memory>
 #include <utility>
 
-#include "../../runtime/any_cache.hpp"
-#include "../../runtime/settings.hpp"
-#include "../../runtime/turn/basic_cache.hpp"
+#include "../../runtime/any/any_cache_over.hpp"
+#include "../../runtime/any/settings.hpp"
 #include "backend.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// See any_cache.
-template <class Recipe>
-class any_cache_of final : public any_cache {
+/// See any_cache. `In` is the element type of q, k and v; outputs are fp32.
+template <class Recipe, class In = float>
+class any_cache_of : public any_cache_over<Recipe, backend<Recipe>, In> {
+  using base = any_cache_over<Recipe, backend<Recipe>, In>;
+
  public:
+  using base::base;
   any_cache_of(const any_cache_request& request, std::shared_ptr<executor> workers)
-      : cache_(request.shape, recipe_of<Recipe>(request), std::move(workers)) {}
+      : base(request.shape, recipe_of<Recipe>(request), std::move(workers)) {}
 
-  index_t open(const sequence_options& options) override { return cache_.open(options); }
-  index_t fork(index_t id) override { return cache_.fork(id); }
-  void save(index_t id, const std::function<void(const void*, std::size_t)>& sink) override { cache_.save(id, sink); }
-  index_t load(const std::function<std::size_t(void*, std::size_t)>& source) override { return cache_.load(source); }
-  void close(index_t id) override { cache_.close(id); }
-  void truncate(index_t id, index_t position) override { cache_.truncate(id, position); }
-  void cancel(index_t id) override { cache_.cancel(id); }
-  index_t settled(index_t id) const override { return cache_.settled(id); }
-  index_t next_position(index_t id) const override { return cache_.next_position(id); }
+  std::unique_ptr<any_cache> clone() const override { return std::make_unique<any_cache_of>(*this); }
 
-  void announce(index_t id, index_t tokens) override { cache_.announce(id, tokens); }
-  mixed_batch prepare(const host_vector<batch_item>& items, std::span<const std::uint8_t> boundaries) override {
-    return cache_.prepare(items, {}, boundaries);
+  unpacked_rows unpacked([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id) override {
+    if constexpr (base::packs_rows) {
+      unpacked_rows rows;
+      const auto view = this->cache().view(layer, id);
+      for (index_t head = 0; head < view.kv_heads; ++head) {
+        for (index_t slot = 0; slot < view.length(0, head); ++slot) {
+          float key[base::cache_type::k_dim], value[base::cache_type::v_dim];
+          load_key(view, 0, head, slot, key);
+          load_value(view, 0, head, slot, value);
+          rows.k.insert(rows.k.end(), key, key + base::cache_type::k_dim);
+          rows.v.insert(rows.v.end(), value, value + base::cache_type::v_dim);
+        }
+      }
+      return rows;
+    }
+    base::fail_to_unpack();
   }
-  void process(index_t layer, const mixed_batch& work, const rows_view<const float>& q, const rows_view<const float>& k,
-               const rows_view<const float>& v, const rows_view<float>& out) override {
-    cache_.process(layer, work, q, k, v, out);
-  }
-  void end_layer(index_t layer, index_t id) override { cache_.end_layer(layer, id); }
-  void end_prefill(index_t id) override { cache_.end_prefill(id); }
-
-  host_vector<index_t> positions(index_t layer, index_t id, index_t head) const override {
-    return cache_.positions(layer, id, head);
-  }
-  capacity bound(index_t prompt, index_t answer, index_t chunk) const override {
-    return cache_.bound(prompt, answer, chunk);
-  }
-  offset_t bytes(index_t id) const override { return cache_.bytes(id); }
-  offset_t bytes_read(index_t id) const override { return cache_.bytes_read(id); }
-  offset_t full_bytes(index_t tokens) const override { return cache_.full_bytes(tokens); }
-  const model_shape& shape() const override { return cache_.shape(); }
-
-  bool needs_segments() const override { return Recipe::needs_segments; }
-  bool needs_step_segments() const override { return Recipe::needs_step_segments; }
-  bool rereads() const override { return Recipe::retain_type::rereads; }
-  bool drops() const override { return chooses_by_layer<Recipe> && Recipe::retain_type::drops; }
-
- private:
-  basic_cache<Recipe, backend<Recipe>> cache_;
 };
 
 }  // namespace cpu

@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "../../runtime/any_cache.hpp"
+#include "../../runtime/any/any_cache.hpp"
 #include "kernel/executor.hpp"
 
 TESSERA_NAMESPACE_BEGIN

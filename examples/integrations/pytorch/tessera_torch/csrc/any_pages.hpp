@@ -1,13 +1,12 @@
-// One method's operations over pages that an engine owns, behind an interface: what any_cache.hpp is for whole caches.
+// One method's operations over pages that an engine owns, behind an interface: what tessera::any_cache is for whole caches.
 #pragma once
 
 #include <functional>
 #include <tessera/core/engine/page_pool.hpp>
 #include <tessera/core/selection.hpp>
 #include <tessera/core/stored/slot_column.hpp>
-#include <type_traits>
 
-#include "any_cache.hpp"
+#include "recipe_library.hpp"
 
 namespace tessera_torch {
 
@@ -70,7 +69,7 @@ class any_pages {
  public:
   virtual ~any_pages() = default;
 
-  virtual int element_code() const = 0;  ///< see code_of
+  virtual tessera::element_kind element() const = 0;
   virtual index_t head_dim() const = 0;
 
   /// New tokens behind what every head holds; lengths and positions move on. new_tokens [sequences], or null: all rows.
@@ -88,11 +87,6 @@ class any_pages {
                       const chosen_slots& chosen, const tensor_rows& out, const tensor_rows& lse,
                       const scratch_memory& scratch, void* stream) = 0;
 };
-
-template <class T>
-constexpr int code_of() {
-  return std::is_same_v<T, float> ? 0 : std::is_same_v<T, tessera::bf16> ? 1 : 2;
-}
 
 }  // namespace tessera_torch
 

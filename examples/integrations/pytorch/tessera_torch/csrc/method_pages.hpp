@@ -29,7 +29,7 @@ class method_pages : public any_pages {
     first_.check_model(shape_.layers, shape_.kv_heads);
   }
 
-  int element_code() const override { return code_of<T>(); }
+  tessera::element_kind element() const override { return tessera::element_kind_of<T>; }
   index_t head_dim() const override { return layout::k_dim; }
 
  protected:

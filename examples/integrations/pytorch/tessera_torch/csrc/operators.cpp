@@ -1,4 +1,4 @@
-// The operators torch.ops.tessera: caches of conversations, made by recipe libraries (any_cache.hpp) that are loaded by path.
+// The operators torch.ops.tessera: caches of conversations, made by recipe libraries (recipe_library.hpp) that are loaded by path.
 //
 // A cache goes from call to call as a handle, a tensor of one number. Operators that change the cache say that they change
 // the handle, so that torch.compile keeps them in order and drops none.
@@ -8,51 +8,10 @@
 
 #include <tessera/core/error.hpp>
 
-#include "registry.hpp"
+#include "tensor_rows.hpp"
 
 namespace tessera_torch {
 namespace {
-
-tensor_rows rows_of(const Tensor& x) {  // [sequences, heads, tokens, dim]
-  return {x.data_ptr(),       x.stride(0),        x.stride(2),        x.stride(1),
-          index_t(x.size(0)), index_t(x.size(2)), index_t(x.size(1)), index_t(x.size(3))};
-}
-
-/// Tokens [first, last) of one sequence.
-tensor_rows part_of(const tensor_rows& all, std::size_t element_bytes, index_t sequence, index_t first, index_t last) {
-  tensor_rows part = all;
-  const offset_t begin = sequence * all.sequence_stride + first * all.token_stride;
-  part.data = static_cast<char*>(all.data) + begin * offset_t(element_bytes);
-  part.sequences = 1;
-  part.tokens = last - first;
-  return part;
-}
-
-/// Rows may have any strides but that of their elements: other tensors are copied.
-Tensor in_place(const Tensor& x) { return x.stride(3) == 1 || x.size(3) == 1 ? x : x.contiguous(); }
-
-void check_rows(const conversations& here, const Tensor& q, const Tensor& k, const Tensor& v) {
-  const auto is_4d = [](const Tensor& x) { return x.dim() == 4; };
-  tessera::require(is_4d(q) && is_4d(k) && is_4d(v), "shape of q, k or v", q.sizes(), "[sequences, heads, tokens, dim]",
-                   "pass what transformers' attention functions take");
-  tessera::require(q.scalar_type() == k.scalar_type() && k.scalar_type() == v.scalar_type(), "dtype of k and v",
-                   std::string(c10::toString(k.scalar_type())) + " and " + c10::toString(v.scalar_type()),
-                   std::string(c10::toString(q.scalar_type())) + ", that of q", "pass q, k and v of one dtype");
-  for (const Tensor& x : {q, k, v}) {
-    tessera::require(x.size(0) == std::int64_t(here.ids.size()), "sequences of the batch", x.size(0),
-                     "those that the cache was made for, which are " + std::to_string(here.ids.size()),
-                     "make a cache for this batch");
-  }
-  here.shape.check_rows(rows_of(q).as<const float>(), rows_of(k).as<const float>(), rows_of(v).as<const float>(),
-                        index_t(q.size(3)), index_t(q.size(3)));
-}
-
-/// [sequences, tokens, q_heads, dim], as transformers wants it. The CPU's caches write fp32, CUDA's the model's type.
-Tensor output_for(const Tensor& q, bool zeros) {
-  const auto options = q.is_cuda() ? q.options() : q.options().dtype(at::kFloat);
-  const std::vector<std::int64_t> shape{q.size(0), q.size(2), q.size(1), q.size(3)};
-  return zeros ? at::zeros(shape, options) : at::empty(shape, options);
-}
 
 // --- operators ---------------------------------------------------------------------------------------------------------
 
@@ -83,6 +42,7 @@ Tensor create(const std::string& library, std::int64_t layers, std::int64_t q_he
     }
     conversations made(device, request.shape, sinks);
     request.memory = made.source();
+    made.copy = symbol_of<decltype(&tessera_torch_copy)>(library, "tessera_torch_copy");
     taking_memory(all, made, [&] {
       made.cache.reset(symbol_of<decltype(&tessera_torch_make)>(library, "tessera_torch_make")(request));
       for (std::int64_t b = 0; b < sequences; ++b) made.ids.push_back(made.cache->open(options_of(b), made.stream()));
@@ -96,7 +56,8 @@ Tensor clone(const Tensor& handle) {
   return guarded([&](registry& all) {
     const conversations& from = all.find(handle);
     conversations twin(from.device, from.shape, from.sinks);
-    taking_memory(all, twin, [&] { twin.cache = from.cache->clone(twin.source()); });
+    twin.copy = from.copy;
+    taking_memory(all, twin, [&] { twin.cache.reset(from.copy(*from.cache, twin.source())); });
     twin.ids = from.ids;
     twin.in_prompt = from.in_prompt;
     return all.add(std::move(twin));
@@ -113,7 +74,7 @@ std::string parameters(const std::string& library) {
   });
 }
 
-/// One of the facts that a recipe's library answers: any_cache.hpp lists them.
+/// One of the facts that a recipe's library answers: recipe_library.hpp lists them.
 bool fact(const std::string& library, const std::string& name) {
   return guarded([&](registry&) { return symbol_of<bool (*)()>(library, ("tessera_torch_" + name).c_str())(); });
 }
@@ -127,20 +88,20 @@ void reserve(const Tensor& handle, std::int64_t tokens) {
   });
 }
 
-/// Flags [sequences, tokens] of a call, on the host: after which tokens a segment of the text ends. None: not said.
-Tensor flags_of(const c10::optional<Tensor>& boundaries, std::int64_t sequences, std::int64_t tokens) {
-  if (!boundaries) return {};
-  const at::IntArrayRef shape = boundaries->sizes();
-  tessera::require(shape.size() == 2 && shape[0] == sequences && shape[1] == tokens &&
-                       boundaries->scalar_type() == at::kByte && boundaries->is_cpu(),
-                   "boundaries", "of another shape, dtype or device", "[sequences, tokens] of torch.uint8 on the CPU",
-                   "pass 1 for a token after which a segment of the text ends, else 0");
-  return boundaries->contiguous();
-}
-text_flags row_of(const Tensor& flags, std::size_t sequence, index_t first, index_t last) {
-  if (!flags.defined()) return {};
-  const std::uint8_t* row = flags.data_ptr<std::uint8_t>() + offset_t(sequence) * flags.size(1);
-  return {row + first, row + last};
+/// One sequence's chunk: stored, shown to the scorer, attended. Rows have one sequence. is_last: nothing of the prompt comes
+/// behind it, so a layer that can chooses at once. Where it cannot, `end_prompt` says why, once every layer has the rows.
+void pass_chunk(conversations& here, index_t layer, index_t id, const tensor_rows& q, const tensor_rows& k,
+                const tensor_rows& v, const tensor_rows& out, text_flags boundaries, bool is_last) {
+  void* const stream = here.stream();
+  const bool ends = is_last && here.cache->facts().drops_by_layer;  // then one layer at a time is whole
+  if (layer == 0 && !ends) here.cache->reserve(id, k.tokens, stream);
+  here.cache->prefill(layer, id, q, k, v, boundaries, stream);
+  here.cache->prefill_attention(layer, id, q, out, {}, stream);
+  if (!ends) return;
+  try {
+    here.cache->end_layer(layer, id, stream);
+  } catch (const tessera::error&) {
+  }
 }
 
 /// A chunk of prompts. Of sequence b, tokens [first[b], last[b]) are its own and the others padding, whose rows are 0.
@@ -161,8 +122,8 @@ Tensor prompt(const Tensor& handle, std::int64_t layer, const Tensor& q0, const 
       const auto part = [&](const tensor_rows& rows, const Tensor& x) {
         return part_of(rows, x.element_size(), index_t(b), begin, end);
       };
-      here.cache->prompt(index_t(layer), here.ids[b], part(q_rows, q), part(k_rows, k), part(v_rows, v),
-                         part(out_rows, out), row_of(flags, b, begin, end), is_last, here.stream());
+      pass_chunk(here, index_t(layer), here.ids[b], part(q_rows, q), part(k_rows, k), part(v_rows, v),
+                 part(out_rows, out), row_of(flags, b, begin, end), is_last);
       here.in_prompt[b] = true;
     }
   });
@@ -197,7 +158,7 @@ void end_prompt(const Tensor& handle, const Tensor& like) {
     conversations& here = all.find(handle);
     for (std::size_t b = 0; b < here.ids.size(); ++b) {
       if (!here.in_prompt[b]) continue;
-      here.cache->end_prompt(here.ids[b], here.stream());
+      here.cache->end_prefill(here.ids[b], here.stream());
       here.in_prompt[b] = false;
     }
   });
@@ -234,14 +195,17 @@ void prepare_step(const Tensor& handle, const Tensor& like, const c10::optional<
     const Tensor flags = flags_of(boundaries, std::int64_t(here.ids.size()), like.size(2));
     const text_flags every =
         flags.defined() ? text_flags(flags.data_ptr<std::uint8_t>(), std::size_t(flags.numel())) : text_flags();
-    here.actions = here.cache->prepare_step(here.ids, index_t(like.size(2)), every, here.stream());
+    here.step = here.cache->prepare_step(here.ids, index_t(like.size(2)), every, here.stream());
     here.prepared = true;
   });
 }
 
 /// What the step that was prepared does besides storing and reading: a captured step serves steps of the same number.
 std::int64_t actions(const Tensor& handle) {
-  return guarded([&](registry& all) { return std::int64_t(all.find(handle).actions); });
+  return guarded([&](registry& all) {
+    const tessera::batch& step = all.find(handle).step;
+    return std::int64_t(step.evicts_first) + 2 * std::int64_t(step.evicts_last);
+  });
 }
 
 /// The device's part, before the first layer's `step`.
@@ -250,7 +214,7 @@ void begin_step(const Tensor& handle, const Tensor& like) {
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
     tessera::require(here.prepared, "the step", "not prepared", "one that is", "call prepare_step before begin_step");
-    here.cache->begin_step(here.stream());
+    here.cache->begin_step(here.step, here.stream());
     here.prepared = false;
   });
 }
@@ -262,7 +226,8 @@ Tensor step(const Tensor& handle, std::int64_t layer, const Tensor& q0, const Te
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
     check_rows(here, q, k, v);
-    here.cache->step(index_t(layer), rows_of(q), rows_of(k), rows_of(v), rows_of(out.transpose(1, 2)), here.stream());
+    here.cache->decode(index_t(layer), here.step, rows_of(q), rows_of(k), rows_of(v), rows_of(out.transpose(1, 2)), {},
+                       here.stream());
   });
   return out.to(q.scalar_type());
 }

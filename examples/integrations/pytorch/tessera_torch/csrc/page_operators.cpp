@@ -9,7 +9,7 @@
 #include <string>
 #include <tuple>
 
-#include "registry.hpp"
+#include "tensor_rows.hpp"
 
 namespace tessera_torch {
 namespace {
@@ -99,8 +99,7 @@ tensor_rows rows_beside(const engine_pages& here, const paged_layer& layer, cons
                    "pass [sequences, tokens, heads, dim], the elements of a row side by side");
   tessera::require(here.takes(x.scalar_type()), std::string("dtype of ") + name, c10::toString(x.scalar_type()),
                    c10::toString(here.dtype), "pass what the operations were made for");
-  return {x.data_ptr(),       x.stride(0),        x.stride(1),        x.stride(2),
-          index_t(x.size(0)), index_t(x.size(1)), index_t(x.size(2)), index_t(x.size(3))};
+  return rows_of(x, 1, 2);
 }
 
 /// Memory of one operation, which PyTorch may give to later work of the stream once this is gone.
@@ -140,8 +139,8 @@ Tensor open(const std::string& library, std::int64_t layers, std::int64_t q_head
     request.tokens = index_t(prompt);
     std::unique_ptr<any_pages> made(
         symbol_of<decltype(&tessera_torch_make_pages)>(library, "tessera_torch_make_pages")(request));
-    constexpr at::ScalarType types[] = {at::kFloat, at::kBFloat16, at::kHalf};
-    const at::ScalarType dtype = types[made->element_code()];
+    constexpr at::ScalarType types[] = {at::kFloat, at::kHalf, at::kBFloat16};  // by element_kind
+    const at::ScalarType dtype = types[int(made->element())];
     return all.add(engine_pages{std::move(made), index_t(q_heads), index_t(kv_heads), dtype, sinks});
   });
 }
@@ -230,10 +229,7 @@ std::tuple<Tensor, Tensor> attend(const Tensor& handle, std::int64_t index, cons
     const Tensor out = at::empty(q.sizes(), q.options().dtype(at::kFloat));
     const Tensor lse = at::empty(q.sizes().slice(0, 3), out.options());
     scratch_tensors scratch{k.device(), {}};
-    const tensor_rows out_rows{out.data_ptr(),    out.stride(0),  out.stride(1), out.stride(2),
-                               queries.sequences, queries.tokens, queries.heads, queries.dim};
-    const tensor_rows lse_rows{lse.data_ptr(),    lse.stride(0),  lse.stride(1), lse.stride(2),
-                               queries.sequences, queries.tokens, queries.heads, 0};
+    const tensor_rows out_rows = rows_of(out, 1, 2), lse_rows = rows_of(lse.unsqueeze(3), 1, 2);
     here.pages->attend(layer, index_t(index), queries,
                        counts_in(first_position, "first_position", {layer.sequences}, k.device()),
                        chosen_in(slots, counts, layer), out_rows, lse_rows, scratch.source(), current_stream(k));

@@ -8,10 +8,10 @@
 #include <tessera/core/parameters.hpp>
 #include <tessera/core/plan/share_table.hpp>
 #include <tessera/planned.hpp>
-#include <tessera/runtime/settings.hpp>
+#include <tessera/runtime/any/settings.hpp>
 #include <type_traits>
 
-#include "any_cache.hpp"
+#include "recipe_library.hpp"
 
 namespace tessera_torch {
 
@@ -21,16 +21,6 @@ using tessera::split_factor;
 template <class Recipe>
 inline constexpr bool drops_by_layer =
     tessera::chooses_by_layer<Recipe> && Recipe::retain_type::drops && !Recipe::retain_type::rereads;
-
-/// Ends a prompt in one layer, which has the prompt's rows already. Where the layer cannot choose, `end_prompt` says why, once every
-/// layer has the rows.
-template <class Call>
-void end_if_possible(const Call& call) {
-  try {
-    call();
-  } catch (const tessera::error&) {
-  }
-}
 
 template <class Value>
 std::string text_of(const Value& value, const std::string& allowed) {
@@ -82,12 +72,6 @@ Recipe requested(const cache_request& request) {
   recipe.attention.rule = request.rule;
   recipe.check();
   return recipe;
-}
-
-/// A sequence that is loaded in place of a closed one has its id: the lowest that is closed.
-inline void require_same_id(index_t loaded, index_t id) {
-  tessera::require(loaded == id, "id of a loaded sequence", loaded, std::to_string(id),
-                   "load sequences while all others are open");
 }
 
 }  // namespace tessera_torch

@@ -35,10 +35,11 @@ using at::Tensor;
 struct conversations {
   std::unique_ptr<torch_memory> memory;  // null on the CPU; outlives the cache
   c10::optional<at::Device> device;
-  std::unique_ptr<any_cache> cache;
+  std::unique_ptr<tessera::any_cache> cache;
+  decltype(&tessera_torch_copy) copy = nullptr;  // of the library that made the cache
   std::vector<index_t> ids;
   std::vector<bool> in_prompt;
-  int actions = 0;
+  tessera::batch step;  // the one that was prepared last
   bool prepared = false;
   tessera::model_shape shape;
   c10::optional<Tensor> sinks;  // what shape.sink_logits points to

@@ -47,8 +47,8 @@ void load(const Tensor& handle, const std::vector<Tensor>& saved) {
                          "pass what save gave");
         const Tensor bytes = saved[b].contiguous();
         std::size_t read = 0;
-        here.cache->load(
-            here.ids[b],
+        here.cache->close(here.ids[b], here.stream());  // a device's cache has no sequence to spare
+        const index_t loaded = here.cache->load(
             [&](void* data, std::size_t wanted) {
               const std::size_t count = std::min(wanted, std::size_t(bytes.numel()) - read);
               std::memcpy(data, static_cast<const unsigned char*>(bytes.data_ptr()) + read, count);
@@ -56,6 +56,8 @@ void load(const Tensor& handle, const std::vector<Tensor>& saved) {
               return count;
             },
             here.stream());
+        tessera::require(loaded == here.ids[b], "id of a loaded sequence", loaded, std::to_string(here.ids[b]),
+                         "load sequences while all others are open");
       }
     });
   });

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "any_cache.hpp"
+#include "recipe_library.hpp"
 
 namespace tessera_torch {
 

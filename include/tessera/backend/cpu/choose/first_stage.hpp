@@ -5,6 +5,7 @@
 
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/model_shape.hpp"
+#include "../../../core/plan/ranked_tokens.hpp"
 #include "../../../core/sequence_layer.hpp"
 #include "../../../planned.hpp"
 #include "../../../runtime/layer_roles.hpp"
@@ -16,15 +17,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-
-/// The tokens that competed in a layer of a sequence, by kv_head, and their scores as the selector got them. Tokens
-/// that always stay (a scorer's window) have no score; a layer that stores no more than the budget has none at all.
-struct ranked_tokens {
-  host_vector<host_vector<index_t>> positions;
-  host_vector<host_vector<float>> scores;
-  host_vector<host_vector<index_t>>
-      blocks;  ///< block sizes by which a selector of segments chose in each segment; 0: nothing
-};
 
 /// A moment at which a layer of a sequence chooses.
 struct choice_moment {

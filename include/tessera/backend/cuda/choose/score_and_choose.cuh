@@ -82,55 +82,22 @@ class score_and_choose {
 
   std::size_t workspace_bytes() const { return memory(*this, nullptr).bytes(); }
 
+  /// Scores a layer without choosing, whatever the budget, for model_scores: before heads are joined, and before the
+  /// scorer's last pass (pooling), which a choice makes.
+  /// Returns  the scores of every kv_head, valid until the next run.
+  /// Errors   a reach or counts; those of `run`: tessera::error.
+  score_rows score(const Policy& policy, const problem_type& p, void* workspace, cudaStream_t stream) const {
+    require(!p.reach && !p.counts, "reach or counts of the problem", "given", "none",
+            "one set for a model is chosen from all tokens, by the policy's budget");
+    check_problem(policy, p);
+    return score_batch(policy, p, memory(*this, workspace), stream);
+  }
+
   selection_view run(const Policy& policy, const problem_type& p, void* workspace, cudaStream_t stream) const {
     check_problem(policy, p);
-    watch_order(p.view, stream);
+    check_budget(policy, p);
     const memory arrays(*this, workspace);
-    score_rows in;
-    in.sequences = p.view.sequences;
-    in.kv_heads = p.view.kv_heads;
-    in.lengths = p.view.lengths;
-    in.length_strides = {p.view.length_strides.sequence, p.view.length_strides.head};
-    in.tail = tail_of(policy, p);
-    in.tails = p.tails ? p.tails : (observed == observes::window ? p.valid : nullptr);
-    in.budgets = p.budgets;
-    if (p.reach) {
-      in.settled = arrays.settled, in.earlier = arrays.earlier, in.reach = p.reach;
-      find_settled(p.view, joins ? 1 : p.view.kv_heads, p.reach, arrays.settled, arrays.earlier, stream);
-    }
-    if constexpr (beside_tokens) {
-      in.scores = p.scores.data;
-      in.offsets = p.scores.begin;
-      in.row_stride = p.view.kv_heads > 1 ? p.scores.head_stride : p.scores.sequence_stride;
-    } else {
-      in.scores = arrays.raw;
-      in.row_stride = limits_.capacity;
-      if constexpr (observed == observes::nothing) {
-        stored_.run(p.view, p.first_position, policy.scorer, arrays.raw, limits_.capacity, arrays.scoring, stream);
-      } else if constexpr (observed == observes::statistics) {
-        expected_.run(p.view, policy.scorer, p.statistics, p.rope_frequencies, p.first_position, p.rule, arrays.raw,
-                      limits_.capacity, arrays.scoring, stream);
-      } else {
-        score_problem<View> problem;
-        problem.view = p.view;
-        problem.view.order = slot_order::ascending;  // watch_order has been called above
-        problem.q = p.q;
-        problem.first_position = p.first_position;
-        problem.valid = p.valid;
-        problem.rule = p.rule;
-        problem.lse = p.lse;
-        problem.lse_complete = p.lse_complete;
-        problem.scores = arrays.raw;
-        problem.row_stride = limits_.capacity;
-        score_.run(problem, policy.scorer, arrays.scoring, stream);
-        if constexpr (joins_rows_by<scorer> == row_join::mean) divide_rows(problem, limits_.capacity, stream);
-      }
-    }
-    if constexpr (multiplied_scorer<scorer>) {
-      factor_.run(p.view, p.first_position, policy.scorer.factor, arrays.factors, limits_.capacity, arrays.scoring,
-                  stream);
-      multiply_scores(p.view, policy.scorer, arrays.factors, arrays.raw, limits_.capacity, stream);
-    }
+    const score_rows in = score_batch(policy, p, arrays, stream);
     slot_facts beside;
     beside.counts = p.counts;
     beside.segments = {p.segments, p.view.kv_heads, joins ? 1 : p.view.kv_heads};
@@ -192,6 +159,9 @@ class score_and_choose {
               "tails", "null", "newest tokens by sequence, where budgets are given",
               "pass what the scorer protects of each budget");
     }
+  }
+
+  void check_budget(const Policy& policy, const problem_type& p) const {
     if (!p.budgets && !p.tails) {
       const layer_extent extent{p.layer, p.layers, joins ? 1 : p.view.kv_heads, tail_of(policy, p), limits_.capacity};
       const index_t largest =
@@ -219,6 +189,56 @@ class score_and_choose {
                                       op.expected_.workspace_bytes(), op.factor_.workspace_bytes()}));
     void* choosing = block(op.choose_.workspace_bytes());
   };
+
+  score_rows score_batch(const Policy& policy, const problem_type& p, const memory& arrays, cudaStream_t stream) const {
+    watch_order(p.view, stream);
+    score_rows in;
+    in.sequences = p.view.sequences;
+    in.kv_heads = p.view.kv_heads;
+    in.lengths = p.view.lengths;
+    in.length_strides = {p.view.length_strides.sequence, p.view.length_strides.head};
+    in.tail = tail_of(policy, p);
+    in.tails = p.tails ? p.tails : (observed == observes::window ? p.valid : nullptr);
+    in.budgets = p.budgets;
+    if (p.reach) {
+      in.settled = arrays.settled, in.earlier = arrays.earlier, in.reach = p.reach;
+      find_settled(p.view, joins ? 1 : p.view.kv_heads, p.reach, arrays.settled, arrays.earlier, stream);
+    }
+    if constexpr (beside_tokens) {
+      in.scores = p.scores.data;
+      in.offsets = p.scores.begin;
+      in.row_stride = p.view.kv_heads > 1 ? p.scores.head_stride : p.scores.sequence_stride;
+    } else {
+      in.scores = arrays.raw;
+      in.row_stride = limits_.capacity;
+      if constexpr (observed == observes::nothing) {
+        stored_.run(p.view, p.first_position, policy.scorer, arrays.raw, limits_.capacity, arrays.scoring, stream);
+      } else if constexpr (observed == observes::statistics) {
+        expected_.run(p.view, policy.scorer, p.statistics, p.rope_frequencies, p.first_position, p.rule, arrays.raw,
+                      limits_.capacity, arrays.scoring, stream);
+      } else {
+        score_problem<View> problem;
+        problem.view = p.view;
+        problem.view.order = slot_order::ascending;  // watch_order has been called above
+        problem.q = p.q;
+        problem.first_position = p.first_position;
+        problem.valid = p.valid;
+        problem.rule = p.rule;
+        problem.lse = p.lse;
+        problem.lse_complete = p.lse_complete;
+        problem.scores = arrays.raw;
+        problem.row_stride = limits_.capacity;
+        score_.run(problem, policy.scorer, arrays.scoring, stream);
+        if constexpr (joins_rows_by<scorer> == row_join::mean) divide_rows(problem, limits_.capacity, stream);
+      }
+    }
+    if constexpr (multiplied_scorer<scorer>) {
+      factor_.run(p.view, p.first_position, policy.scorer.factor, arrays.factors, limits_.capacity, arrays.scoring,
+                  stream);
+      multiply_scores(p.view, policy.scorer, arrays.factors, arrays.raw, limits_.capacity, stream);
+    }
+    return in;
+  }
 
   choose_limits limits_;
   index_t max_retained_;

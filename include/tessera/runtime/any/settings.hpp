@@ -7,9 +7,9 @@
 #include <string>
 #include <type_traits>
 
-#include "../core/error.hpp"
-#include "../core/host/host_vector.hpp"
-#include "../core/parameters.hpp"
+#include "../../core/error.hpp"
+#include "../../core/host/host_vector.hpp"
+#include "../../core/parameters.hpp"
 #include "any_cache.hpp"
 
 TESSERA_NAMESPACE_BEGIN
