@@ -276,8 +276,8 @@ settings chosen_for(const std::string& method) {
 
 }  // namespace
 
-TEST_CASE(
-    "every allocation of a conversation fails once, however, and the cache answers as if it had not been called") {
+TEST_CASE("every allocation of a conversation fails once, however, and the cache answers as if it had not been called",
+          "[allocations]") {
   support::rng random(4711);
   const model_data data(random, shape, 200);
   const script whole(data);
