@@ -168,7 +168,7 @@ std::int64_t write_scores(const ranked_tokens& ranked, index_t kv_heads, engine:
 
 // What is left of the vectors, of a method that keeps every token and leaves elements of them out.
 void write_packed(method_cache& cache, const layer_tensors& layer, engine::safetensors_writer& file) {
-  const std::optional<stored_rows> rows = cache.unpacked(0);
+  const std::optional<unpacked_rows> rows = cache.unpacked(0);
   if (!rows || rows->k.size() != layer.k.values.size()) return;  // none, or heads hold other tokens
   file.add("packed.k", {layer.kv_heads, layer.tokens, layer.head_dim}, std::span<const float>(rows->k));
   file.add("packed.v", {layer.kv_heads, layer.tokens, layer.head_dim}, std::span<const float>(rows->v));
@@ -262,7 +262,7 @@ compressed compress(const safetensors_file& in, const compress_options& options)
   if (options.scores) result.ranked = write_scores(cache->ranked(0), layer.kv_heads, result.file);
   if (blocks) {
     const ranked_tokens ranked = cache->ranked(0);  // one set for all heads, or that of the first one
-    const std::vector<index_t> sizes = ranked.blocks.empty() ? std::vector<index_t>{} : ranked.blocks.front();
+    const auto sizes = ranked.blocks.empty() ? tessera::host_vector<index_t>() : ranked.blocks.front();
     result.file.add("segments.block_size", {std::int64_t(sizes.size())}, std::span<const std::int32_t>(sizes));
   }
   result.unused = unused_tensors(in, *cache, layer, method);

@@ -25,7 +25,7 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 struct outcome {
   std::string said;
-  double prompt_seconds = 0, tokens_a_second = 0, held_megabytes = 0;
+  double prompt_seconds = 0, choice_seconds = 0, tokens_a_second = 0, held_megabytes = 0;
 };
 
 struct settings {
@@ -80,8 +80,9 @@ outcome with_attention(const loaded_model& model, const needle_document& documen
   outcome result;
   const double begin = now();
   decode_text(own, context.get(), {document.tokens.begin(), document.tokens.end() - 1});
-  own.end_prompt(0);
   result.prompt_seconds = now() - begin;
+  own.end_prompt(0);
+  result.choice_seconds = now() - begin - result.prompt_seconds;
   result.held_megabytes = double(own.bytes(0)) / 1e6;
   answer(model, context.get(), document.tokens.back(), of.answer, result,
          [&](llama_token token) { decode_text(own, context.get(), {token}); });
@@ -108,8 +109,9 @@ outcome with_cells(const loaded_model& model, const needle_document& document, c
     const int count = position < n - last ? std::min(512, n - last - position) : n - position;
     feed(document.tokens.data() + position, count, position + count == n);
   }
-  choose(context.get());
   result.prompt_seconds = now() - begin;
+  choose(context.get());
+  result.choice_seconds = now() - begin - result.prompt_seconds;
   result.held_megabytes = double(llama_state_seq_get_size(context.get(), 0)) / 1e6;
   answer(model, context.get(), document.tokens.back(), of.answer, result,
          [&](llama_token token) { feed(&token, 1, false); });
@@ -178,7 +180,9 @@ int main(int argc, char** argv) try {
                    "1 to " + std::to_string(std::max(0, left)) + " of --documents", "pass other numbers");
   if (ways.empty()) ways = {"everything", "evict:512", "streaming:512", "full", "snapkv:256", "quest:256"};
   const loaded_model model(path);
-  std::printf("| way | right of %d | held MB | prompt s | tokens/s |\n| --- | --- | --- | --- | --- |\n", count);
+  std::printf(
+      "| way | right of %d | held MB | prompt s | choice s | tokens/s |\n| --- | --- | --- | --- | --- | --- |\n",
+      count);
   for (const std::string& text : ways) {
     const attention_options way = way_of(text, of.threads);
     int right = 0;
@@ -188,12 +192,12 @@ int main(int argc, char** argv) try {
       const outcome one = outcome_of(model, document, way, of);
       right += is_right(one.said, document.word);
       sum.held_megabytes += one.held_megabytes, sum.prompt_seconds += one.prompt_seconds,
-          sum.tokens_a_second += one.tokens_a_second;
+          sum.choice_seconds += one.choice_seconds, sum.tokens_a_second += one.tokens_a_second;
       std::fprintf(stderr, "%s, document %d of %d, %zu tokens:%s\n", text.c_str(), d + 1, of.documents,
                    document.tokens.size(), one.said.c_str());
     }
-    std::printf("| `%s` | %d | %.1f | %.2f | %.2f |\n", text.c_str(), right, sum.held_megabytes / count,
-                sum.prompt_seconds / count, sum.tokens_a_second / count);
+    std::printf("| `%s` | %d | %.1f | %.2f | %.2f | %.2f |\n", text.c_str(), right, sum.held_megabytes / count,
+                sum.prompt_seconds / count, sum.choice_seconds / count, sum.tokens_a_second / count);
     std::fflush(stdout);
   }
   return 0;

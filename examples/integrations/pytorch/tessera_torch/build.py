@@ -1,7 +1,7 @@
 """Compiles what is needed when it is first needed, and keeps it on disk by its content.
 
 Two kinds of libraries: the operators (csrc/operators.cpp), built once by torch's own builder, and one small library for
-each recipe, element type and head dim, which knows nothing of PyTorch and takes a compiler about six seconds.
+each recipe, element type and head dim, which knows nothing of PyTorch and takes a compiler some twenty seconds.
 """
 import concurrent.futures
 import functools
