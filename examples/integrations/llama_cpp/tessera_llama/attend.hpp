@@ -134,12 +134,16 @@ class attention final : public graph_observer {
   /// Errors   bytes that are cut or damaged; another model, method or parameter: tessera::error, and nothing has changed.
   void load(llama_seq_id id, const std::function<std::size_t(void*, std::size_t)>& source) {
     sequence made;
-    {
+    const bool is_first = !cache_;  // which makes the cache by what the bytes say of the model
+    try {
       tessera::saved_reader archive(source);
       transfer(made, archive);
       archive.end();
+      made.id = cache_->load(source);
+    } catch (...) {
+      if (is_first) cache_.reset();
+      throw;
     }
-    made.id = cache_->load(source);
     remove(id, 0);
     sequences_.emplace(id, made);
   }

@@ -34,31 +34,49 @@ std::vector<Tensor> save(const Tensor& handle) {
   });
 }
 
+/// The id of the sequence that lies in these bytes.
+index_t loaded_from(const Tensor& saved, conversations& here) {
+  const Tensor bytes = saved.contiguous();
+  std::size_t read = 0;
+  return here.cache->load(
+      [&](void* data, std::size_t wanted) {
+        const std::size_t count = std::min(wanted, std::size_t(bytes.numel()) - read);
+        std::memcpy(data, static_cast<const unsigned char*>(bytes.data_ptr()) + read, count);
+        read += count;
+        return count;
+      },
+      here.stream());
+}
+
 /// What `save` gave, in place of the sequences of a cache that was made alike.
+/// Errors: bytes that are cut, damaged or another cache's. The sequences are then as before; but a cache on a GPU, which has no
+/// sequences to spare, has lost one and is of no use any more.
 void load(const Tensor& handle, const std::vector<Tensor>& saved) {
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
     tessera::require(saved.size() == here.ids.size(), "saved sequences", saved.size(),
                      "those of the batch, which are " + std::to_string(here.ids.size()), "load the whole batch");
+    for (std::size_t b = 0; b < saved.size(); ++b) {
+      tessera::require(saved[b].scalar_type() == at::kByte && saved[b].is_cpu() && saved[b].dim() == 1,
+                       "saved sequence " + std::to_string(b), "another tensor", "bytes on the CPU",
+                       "pass what save gave");
+    }
     taking_memory(all, here, [&] {
-      for (std::size_t b = 0; b < saved.size(); ++b) {
-        tessera::require(saved[b].scalar_type() == at::kByte && saved[b].is_cpu() && saved[b].dim() == 1,
-                         "saved sequence " + std::to_string(b), "another tensor", "bytes on the CPU",
-                         "pass what save gave");
-        const Tensor bytes = saved[b].contiguous();
-        std::size_t read = 0;
-        here.cache->close(here.ids[b], here.stream());  // a device's cache has no sequence to spare
-        const index_t loaded = here.cache->load(
-            [&](void* data, std::size_t wanted) {
-              const std::size_t count = std::min(wanted, std::size_t(bytes.numel()) - read);
-              std::memcpy(data, static_cast<const unsigned char*>(bytes.data_ptr()) + read, count);
-              read += count;
-              return count;
-            },
-            here.stream());
-        tessera::require(loaded == here.ids[b], "id of a loaded sequence", loaded, std::to_string(here.ids[b]),
-                         "load sequences while all others are open");
+      const bool can_spare = !(here.cache->available() == tessera::capacity{});
+      std::vector<index_t> loaded;
+      try {
+        for (std::size_t b = 0; b < saved.size(); ++b) {
+          if (!can_spare) here.cache->close(here.ids[b], here.stream());
+          loaded.push_back(loaded_from(saved[b], here));
+        }
+      } catch (...) {
+        if (can_spare)
+          for (const index_t id : loaded) here.cache->close(id, here.stream());
+        throw;
       }
+      if (can_spare)
+        for (const index_t id : here.ids) here.cache->close(id, here.stream());
+      here.ids = loaded;
     });
   });
 }
