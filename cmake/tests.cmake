@@ -45,9 +45,6 @@ foreach(program test_methods test_cache)
     target_compile_options(${program} PRIVATE "$<$<CONFIG:Release>:-O2>")
   endif()
 endforeach()
-# Every method over another layout, through one conversation: seconds to run, and less than half as long to compile.
-set_source_files_properties(tests/methods/test_fixed_pages.cpp tests/methods/test_fp8_rows.cpp PROPERTIES
-                            COMPILE_OPTIONS "$<$<CONFIG:Release>:-O0>")
 # Little to run, and much to compile: bytes of every method in every layout, a cache that fails. Not optimised, it takes a third of the time.
 foreach(program test_cache_allocated test_support_calls)
   if(TARGET ${program})

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/cuda/kv_cache.hpp"
+#include "tool/methods/any_conversation.hpp"
 
 namespace tool {
 namespace {
@@ -68,28 +69,18 @@ struct uploaded {
   }
 };
 
-class conversations_on_device final : public method_cache, public engine::cuda::kv_cache {
+class conversations_on_device final : public any_conversation, public engine::cuda::kv_cache {
  public:
   conversations_on_device(std::unique_ptr<tessera::any_cache> cache, index_t conversations, index_t tokens,
                           bool packs_by_turn)
-      : tokens_(tokens), packs_by_turn_(packs_by_turn), cache_(std::move(cache)), ids_(std::size_t(conversations)) {
+      : any_conversation(std::move(cache)),
+        tokens_(tokens),
+        packs_by_turn_(packs_by_turn),
+        ids_(std::size_t(conversations)) {
     for (index_t& id : ids_) id = cache_->open();
     select(0);
     tessera::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
-  conversations_on_device(const conversations_on_device& other)
-      : method_cache(other),
-        engine::cuda::kv_cache(other),
-        tokens_(other.tokens_),
-        packs_by_turn_(other.packs_by_turn_),
-        cache_(other.cache_->clone()),
-        reserved_(other.reserved_),
-        step_(other.step_),
-        ids_(other.ids_),
-        boundaries_(other.boundaries_),
-        sequence_(other.sequence_),
-        reads_(other.reads_) {}
-  conversations_on_device& operator=(const conversations_on_device&) = delete;
 
   // --- for the engine ----------------------------------------------------------------------------------------------
 
@@ -110,26 +101,27 @@ class conversations_on_device final : public method_cache, public engine::cuda::
   void prefill(int layer, const void* q, const void* k, const void* v, int tokens, float* out,
                cudaStream_t stream) override {
     observe(layer, q, k, v, tokens, stream);
-    cache_->prefill_attention(layer, sequence_, queries(q, tokens), outputs(out, tokens), {}, stream);
+    cache_->prefill_attention(layer, sequence_, device_queries(q, tokens), outputs(out, tokens), {}, stream);
   }
 
   void observe(int layer, const void* q, const void* k, const void* v, int tokens, cudaStream_t stream) override {
-    cache_->prefill(layer, sequence_, queries(q, tokens), keys(k, tokens), values(v, tokens), boundaries_, stream);
+    cache_->prefill(layer, sequence_, device_queries(q, tokens), device_keys(k, tokens), device_values(v, tokens),
+                    boundaries_, stream);
   }
 
-  void begin_chunk(std::span<const std::uint8_t> boundaries) override { boundaries_ = boundaries; }
+  void begin_chunk(std::span<const std::uint8_t> boundaries) override { any_conversation::begin_chunk(boundaries); }
+  bool rereads() const override { return any_conversation::rereads(); }
+  std::int64_t next_position() const override { return any_conversation::next_position(); }
 
-  bool rereads() const override { return facts().rereads; }
   void reread(int layer, std::int64_t first, std::int64_t count, const void* q, const void* k, const void* v,
               int tokens, float* out, cudaStream_t stream) override {
-    cache_->reread(layer, sequence_, index_t(first), index_t(count), queries(q, tokens), keys(k, tokens),
-                   values(v, tokens), outputs(out, tokens), stream);
+    cache_->reread(layer, sequence_, index_t(first), index_t(count), device_queries(q, tokens), device_keys(k, tokens),
+                   device_values(v, tokens), outputs(out, tokens), stream);
   }
 
   void end_prefill(cudaStream_t stream) override {
     cache_->end_prefill(sequence_, stream);
-    boundaries_ = {};
-    reads_ = {};
+    ended_prompt();
   }
 
   void begin_step(int tokens, cudaStream_t stream) override {
@@ -143,8 +135,8 @@ class conversations_on_device final : public method_cache, public engine::cuda::
   void decode(int layer, const void* q, const void* k, const void* v, int tokens, float* out,
               cudaStream_t stream) override {
     const auto batch = index_t(ids_.size());
-    cache_->decode(layer, step_, queries(q, tokens, batch), keys(k, tokens, batch), values(v, tokens, batch),
-                   outputs(out, tokens, batch), {}, stream);
+    cache_->decode(layer, step_, device_queries(q, tokens, batch), device_keys(k, tokens, batch),
+                   device_values(v, tokens, batch), outputs(out, tokens, batch), {}, stream);
   }
 
   void end_step() override {
@@ -156,23 +148,9 @@ class conversations_on_device final : public method_cache, public engine::cuda::
 
   // --- for the tool ------------------------------------------------------------------------------------------------
 
-  index_t judged_together() const override { return facts().chunk; }
-  void announce(index_t tokens) override {
-    if (facts().chunk == 0) return;
-    if (facts().shares_pages) reserved_ = cache_->plan_pages(sequence_, tokens).final_pages;
-    cache_->announce(sequence_, tokens);
-  }
-  std::optional<page_counts> pages() const override {
-    if (!facts().shares_pages) return std::nullopt;
-    const auto used = cache_->pages(sequence_);
-    return page_counts{{used.begin(), used.end()}, {reserved_.begin(), reserved_.end()}};
-  }
-
   void prefill(int layer, const float* q, const float* k, const float* v, int tokens, float* out) override {
-    const input_rows given = host_rows(q, tokens, shape().q_heads, facts().k_dim);
-    observe(layer, given, host_rows(k, tokens, shape().kv_heads, facts().k_dim),
-            host_rows(v, tokens, shape().kv_heads, facts().v_dim));
-    const uploaded rows(given, facts().input);
+    observe(layer, queries(q, tokens), keys(k, tokens), values(v, tokens));
+    const uploaded rows(queries(q, tokens), facts().input);
     const result attended(tokens, shape().q_heads, facts().v_dim);
     cache_->prefill_attention(layer, sequence_, rows.view, attended.out);
     attended.download(out, nullptr);
@@ -180,9 +158,8 @@ class conversations_on_device final : public method_cache, public engine::cuda::
 
   void reread(int layer, std::int64_t first, std::int64_t count, const float* q, const float* k, const float* v,
               int tokens, float* out) override {
-    const uploaded asked(host_rows(q, tokens, shape().q_heads, facts().k_dim), facts().input),
-        again(host_rows(k, tokens, shape().kv_heads, facts().k_dim), facts().input),
-        read(host_rows(v, tokens, shape().kv_heads, facts().v_dim), facts().input);
+    const uploaded asked(queries(q, tokens), facts().input), again(keys(k, tokens), facts().input),
+        read(values(v, tokens), facts().input);
     const result attended(tokens, shape().q_heads, facts().v_dim);
     cache_->reread(layer, sequence_, index_t(first), index_t(count), asked.view, again.view, read.view, attended.out);
     attended.download(out, nullptr);
@@ -205,9 +182,7 @@ class conversations_on_device final : public method_cache, public engine::cuda::
   void end_prefill() override { end_prefill(nullptr); }
 
   void decode(int layer, const float* q, const float* k, const float* v, int tokens, float* out) override {
-    step(layer, host_rows(q, tokens, shape().q_heads, facts().k_dim),
-         host_rows(k, tokens, shape().kv_heads, facts().k_dim), host_rows(v, tokens, shape().kv_heads, facts().v_dim),
-         out, nullptr);
+    step(layer, queries(q, tokens), keys(k, tokens), values(v, tokens), out, nullptr);
   }
 
   void step(int layer, const input_rows& q, const input_rows& k, const input_rows& v, float* out, float* lse) override {
@@ -222,9 +197,6 @@ class conversations_on_device final : public method_cache, public engine::cuda::
     if (layer + 1 == shape().layers) end_step();
   }
 
-  std::int64_t next_position() const override { return cache_->next_position(sequence_); }
-  bool saves() const override { return facts().saves; }
-  void save(const std::function<void(const void*, std::size_t)>& sink) override { cache_->save(sequence_, sink); }
   void load(const std::function<std::size_t(void*, std::size_t)>& source) override {
     cache_->close(sequence_);  // a device's cache has no sequence to spare
     const auto use = [&](index_t id) { std::replace(ids_.begin(), ids_.end(), std::exchange(sequence_, id), id); };
@@ -237,52 +209,29 @@ class conversations_on_device final : public method_cache, public engine::cuda::
   }
   std::unique_ptr<method_cache> clone() const override { return std::make_unique<conversations_on_device>(*this); }
   void set_budget(index_t tokens) override {
-    cache_->set_budget(tokens);
+    any_conversation::set_budget(tokens);
     steps().clear();
   }
-  index_t queries_needed(index_t tokens) const override { return cache_->queries_needed(tokens); }
   offset_t bytes() const override {
     offset_t total = 0;
     for (const index_t id : ids_) total += cache_->bytes(id);
     return total;
   }
-  offset_t full_bytes(index_t tokens) const override { return cache_->full_bytes(tokens); }
-  read_count reads() const override { return reads_; }
-  std::vector<index_t> positions(int layer, index_t head) const override {
-    return cache_->positions(layer, sequence_, head);
-  }
-  void trace_attended() override { cache_->trace_attended(true); }
-  std::vector<std::vector<index_t>> attended(int layer) const override { return cache_->attended(layer, sequence_); }
-  bool trace_lines() override {
-    cache_->trace_lines(true);
-    return true;
-  }
-  tessera::prompt_lines lines(int layer) const override { return cache_->lines(layer, sequence_); }
-  std::optional<unpacked_rows> unpacked(int layer) override {
-    if (!facts().packs) return std::nullopt;
-    return cache_->unpacked(layer, sequence_);
-  }
   engine::cuda::kv_cache* on_device() override { return this; }
 
  private:
-  const tessera::any_cache_facts& facts() const { return cache_->facts(); }
-  const tessera::model_shape& shape() const { return cache_->shape(); }
-
-  static input_rows host_rows(const float* data, index_t tokens, index_t heads, index_t dim) {
-    return tessera::nhd_rows(data, tokens, heads, dim);
-  }
   untyped_input device_rows(const void* data, index_t tokens, index_t heads, index_t dim, index_t batch) const {
     if (facts().input == tessera::element_kind::bf16)
       return tessera::nhd_rows(static_cast<const tessera::bf16*>(data), tokens, heads, dim, batch);
     return tessera::nhd_rows(static_cast<const tessera::fp16*>(data), tokens, heads, dim, batch);
   }
-  untyped_input queries(const void* data, index_t tokens, index_t batch = 1) const {
+  untyped_input device_queries(const void* data, index_t tokens, index_t batch = 1) const {
     return device_rows(data, tokens, shape().q_heads, facts().k_dim, batch);
   }
-  untyped_input keys(const void* data, index_t tokens, index_t batch = 1) const {
+  untyped_input device_keys(const void* data, index_t tokens, index_t batch = 1) const {
     return device_rows(data, tokens, shape().kv_heads, facts().k_dim, batch);
   }
-  untyped_input values(const void* data, index_t tokens, index_t batch = 1) const {
+  untyped_input device_values(const void* data, index_t tokens, index_t batch = 1) const {
     return device_rows(data, tokens, shape().kv_heads, facts().v_dim, batch);
   }
   tessera::rows_view<float> outputs(float* data, index_t tokens, index_t batch = 1) const {
@@ -290,14 +239,8 @@ class conversations_on_device final : public method_cache, public engine::cuda::
   }
 
   index_t tokens_;
-  bool packs_by_turn_;  // prompts lie whole one at a time
-  std::unique_ptr<tessera::any_cache> cache_;
-  std::vector<index_t> reserved_;  // pages by group, for when the prompt has ended
-  tessera::batch step_;
-  std::vector<index_t> ids_;
-  std::span<const std::uint8_t> boundaries_{};  // of the chunk, or step, that passes through the layers
-  index_t sequence_ = 0;                        // the selected one
-  read_count reads_;
+  bool packs_by_turn_;        // prompts lie whole one at a time
+  std::vector<index_t> ids_;  // sequence_ is the selected one
 };
 
 }  // namespace

@@ -4,7 +4,7 @@
 
 #include <tessera/backend/cpu/any_cache.hpp>
 
-#include "cpu_conversation.hpp"
+#include "any_conversation.hpp"
 #include "kernels.hpp"
 #include "recipe_settings.hpp"
 #include "values.hpp"
