@@ -307,11 +307,12 @@ def test_what_cannot_be_saved_or_loaded_is_refused():
         pickle.dumps(cache)
     cache.end_prompt()
     state = cache.__getstate__()
-    state["sequences"][0][len(state["sequences"][0]) // 2] ^= 1
+    damaged = state["sequences"]
+    damaged[0][len(damaged[0]) // 2] ^= 1
     with pytest.raises(ValueError, match="^saved sequence is damaged; "):
         object.__new__(TesseraCache).__setstate__(state)
     saved = cache._operators.save(cache._handle)
     with pytest.raises(ValueError, match="^saved sequence is damaged; "):
-        cache._operators.load(cache._handle, state["sequences"])
+        cache._operators.load(cache._handle, damaged)
     assert cache.get_seq_length() == 40
     assert all(torch.equal(a, b) for a, b in zip(saved, cache._operators.save(cache._handle)))
