@@ -12,6 +12,7 @@ TESSERA_NAMESPACE_BEGIN
 
 /// Element types of rows.
 enum class element_kind { fp32, fp16, bf16 };
+/// By `element_kind`.
 inline constexpr const char* element_names[] = {"fp32", "fp16", "bf16"};
 
 /// The kind of float, fp16 and bf16.
@@ -66,7 +67,9 @@ struct untyped_rows {
   }
 };
 
+/// Rows that a call reads.
 using untyped_input = untyped_rows<const void>;
+/// Rows that a call writes.
 using untyped_output = untyped_rows<void>;
 
 TESSERA_NAMESPACE_END
