@@ -33,29 +33,11 @@ struct untyped_rows {
 
   untyped_rows() = default;
   template <class T>
-  requires std::convertible_to<T*, Memory*> untyped_rows(const rows_view<T>& rows)
-      : data(rows.data),
-        element(element_kind_of<std::remove_const_t<T>>),
-        sequence_stride(rows.sequence_stride),
-        token_stride(rows.token_stride),
-        head_stride(rows.head_stride),
-        sequences(rows.sequences),
-        tokens(rows.tokens),
-        heads(rows.heads),
-        dim(rows.dim) {}
-
+  requires std::convertible_to<T*, Memory*>
+  untyped_rows(const rows_view<T>& rows) : untyped_rows(rows, element_kind_of<std::remove_const_t<T>>) {}
   /// Rows that may be written, only read.
   template <std::same_as<void> Written>
-  requires std::is_const_v<Memory> untyped_rows(const untyped_rows<Written>& rows)
-      : data(rows.data),
-        element(rows.element),
-        sequence_stride(rows.sequence_stride),
-        token_stride(rows.token_stride),
-        head_stride(rows.head_stride),
-        sequences(rows.sequences),
-        tokens(rows.tokens),
-        heads(rows.heads),
-        dim(rows.dim) {}
+  requires std::is_const_v<Memory> untyped_rows(const untyped_rows<Written>& rows) : untyped_rows(rows, rows.element) {}
 
   /// The rows as what they are. Errors   another element type: tessera::error.
   template <class T>
@@ -65,6 +47,19 @@ struct untyped_rows {
             "pass rows of this type, or make the cache for the other");
     return {static_cast<T*>(data), sequence_stride, token_stride, head_stride, sequences, tokens, heads, dim};
   }
+
+ private:
+  template <class Rows>
+  untyped_rows(const Rows& rows, element_kind kind)
+      : data(rows.data),
+        element(kind),
+        sequence_stride(rows.sequence_stride),
+        token_stride(rows.token_stride),
+        head_stride(rows.head_stride),
+        sequences(rows.sequences),
+        tokens(rows.tokens),
+        heads(rows.heads),
+        dim(rows.dim) {}
 };
 
 /// Rows that a call reads.

@@ -57,6 +57,7 @@ Tensor clone(const Tensor& handle) {
     const conversations& from = all.find(handle);
     conversations twin(from.device, from.shape, from.sinks);
     twin.copy = from.copy;
+    twin.step = from.step;
     taking_memory(all, twin, [&] { twin.cache.reset(from.copy(*from.cache, twin.source())); });
     twin.ids = from.ids;
     twin.in_prompt = from.in_prompt;
