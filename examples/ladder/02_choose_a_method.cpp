@@ -10,7 +10,7 @@
 #include <tessera/methods/streaming_llm.hpp>
 #include <tessera/tessera.hpp>
 
-#include "support.hpp"
+#include "support/ladder.hpp"
 
 using namespace tessera;
 

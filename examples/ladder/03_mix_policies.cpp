@@ -13,7 +13,7 @@
 #include <tessera/selector/top_tokens.hpp>
 #include <tessera/tessera.hpp>
 
-#include "support.hpp"
+#include "support/ladder.hpp"
 
 using namespace tessera;
 

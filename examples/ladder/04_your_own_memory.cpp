@@ -1,7 +1,7 @@
 // Rung 4: an engine keeps its memory. A kv_view describes it, the low-level operations read it where it is.
 #include <tessera/backend/cpu/attend/attend.hpp>
 
-#include "support.hpp"
+#include "support/ladder.hpp"
 
 using namespace tessera;
 

@@ -4,7 +4,7 @@
 #include <tessera/methods/snapkv.hpp>
 #include <tessera/tessera.hpp>
 
-#include "support.hpp"
+#include "support/ladder.hpp"
 
 using namespace tessera;
 

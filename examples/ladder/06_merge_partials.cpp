@@ -2,7 +2,7 @@
 #include <tessera/backend/cpu/attend/attend.hpp>
 #include <tessera/math/softmax_state.hpp>
 
-#include "support.hpp"
+#include "support/ladder.hpp"
 
 using namespace tessera;
 

@@ -10,7 +10,7 @@
 #include <tessera/selector/top_tokens.hpp>
 #include <tessera/tessera.hpp>
 
-#include "support.hpp"
+#include "support/ladder.hpp"
 
 namespace {
 using namespace tessera;

@@ -6,7 +6,7 @@
 #include <tessera/backend/cuda/cache.cuh>
 #include <tessera/methods/snapkv.hpp>
 
-#include "support.hpp"
+#include "support/ladder.hpp"
 
 using namespace tessera;
 

@@ -5,7 +5,7 @@
 #include <tessera/methods/h2o.hpp>
 #include <tessera/tessera.hpp>
 
-#include "support.hpp"
+#include "support/ladder.hpp"
 
 using namespace tessera;
 

@@ -139,9 +139,13 @@ struct backend_laws : calls_of_side<Side> {
     CHECK(answers_of(cache, id) == before);
     prefill(cache, id, chunk);  // a prompt is under way
     const sequence_answers within = answers_of(cache, id);
-    CHECK_THROWS_AS(cache.fork(id), tessera::error);
     CHECK_THROWS_AS(step(cache, {id}, {rows(1)}), tessera::error);
+    if constexpr (cache_type::saves) CHECK_THROWS_AS(cache.save(id, [](const void*, std::size_t) {}), tessera::error);
     CHECK(answers_of(cache, id) == within);
+    side.prefill_layer(cache, id, chunk, 0);  // and a chunk
+    const sequence_answers between = answers_of(cache, id);
+    CHECK_THROWS_AS(cache.fork(id), tessera::error);
+    CHECK(answers_of(cache, id) == between);
   }
 
   /// A sequence that gets the id of a closed one is as one of a new cache.
@@ -189,6 +193,33 @@ struct backend_laws : calls_of_side<Side> {
     CHECK(answers_of(cache, copy).same_tokens(before));
     prompt(cache, {rows(50)});  // under the source's id
     CHECK(answers_of(cache, copy).same_tokens(before));
+  }
+
+  /// A fork in the middle of a prompt goes on with it as its source would, whoever ends it first.
+  void forks_go_on_with_a_prompt() {
+    cache_type cache = side.make();
+    for (const index_t announced : {0, 44 + 9 + 30}) {
+      const rows_type first = rows(44), second = rows(9), third = rows(30), one = rows(1), other = rows(30);
+      const index_t alone = prompt(cache, {first, second, third});
+      const auto expected = step(cache, {alone}, {one});
+      const sequence_answers expected_answers = answers_of(cache, alone);
+      cache.close(alone);
+      const index_t id = cache.open();
+      if (announced > 0) cache.announce(id, announced);
+      prefill(cache, id, first);
+      prefill(cache, id, second);
+      const index_t same = cache.fork(id), apart = cache.fork(id);
+      CHECK(answers_of(cache, same).same_tokens(answers_of(cache, id)));
+      for (const index_t which : {apart, same, id}) {
+        prefill(cache, which, which == apart ? other : third);
+        side.end_prefill(cache, which);
+        const auto out = step(cache, {which}, {one});
+        if (which == apart) continue;
+        CHECK(out == expected);
+        CHECK(answers_of(cache, which).same_tokens(expected_answers));
+      }
+      for (const index_t which : {same, apart, id}) cache.close(which);
+    }
   }
 
   /// A sequence that was saved and loaded, here or in another cache, answers as its source and goes on as it would.
@@ -267,6 +298,7 @@ struct backend_laws : calls_of_side<Side> {
     closed_sequences_leave_nothing();
     sequences_of_a_batch_do_not_meet();
     forks_go_on_as_their_source();
+    forks_go_on_with_a_prompt();
     saved_sequences_go_on_as_their_source();
     tokens_that_are_taken_back_leave_nothing();
   }

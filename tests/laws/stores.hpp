@@ -25,9 +25,10 @@ std::vector<float> decoded_row(const float* row, int dim) {
   return result;
 }
 
-/// One call of a store. `share`: of the slots that are kept; rows, flags and slots are drawn from `seed`.
+/// One call of a store. `share`: of the slots that are kept, or of the positions that stay; rows, flags and slots are drawn from
+/// `seed`. A copy is one of sequence id + 1, and what was in its place is cleared.
 struct store_call {
-  enum class verb { append, keep, clear };
+  enum class verb { append, keep, clear, copy, truncate };
   verb made = verb::append;
   index_t layer = 0, id = 0;
   index_t tokens = 0;
@@ -61,6 +62,12 @@ class followed_store {
         break;
       case store_call::verb::clear:
         clear(call.id);
+        break;
+      case store_call::verb::copy:
+        copy((call.id + 1) % sequences, call.id);
+        break;
+      case store_call::verb::truncate:
+        truncate(call);
     }
     for (index_t id = 0; id < sequences; ++id) {
       for (index_t layer = 0; layer < layers; ++layer) compare(layer, id);
@@ -120,6 +127,25 @@ class followed_store {
       rows_of(layer, id) = {std::vector<plain_head>(std::size_t(kv_heads_)), 0, {}};
       must(store_.bytes({layer, id}) == 0, "a cleared place holds no bytes", store_.bytes({layer, id}));
     }
+    shares_[std::size_t(id)] = false;
+  }
+  void copy(index_t from, index_t to) {
+    clear(to);
+    store_.copy(from, to);
+    for (index_t layer = 0; layer < layers; ++layer) rows_of(layer, to) = rows_of(layer, from);
+    shares_[std::size_t(from)] = shares_[std::size_t(to)] = true;
+  }
+  void truncate(const store_call& call) {
+    layer_rows& stored = rows_of(call.layer, call.id);
+    const auto position = index_t(call.share * double(stored.next));
+    store_.truncate({call.layer, call.id}, position);
+    for (plain_head& head : stored.heads) {
+      std::vector<index_t> stays;
+      for (std::size_t s = 0; s < head.positions.size() && head.positions[s] < position; ++s)
+        stays.push_back(index_t(s));
+      head.keep(stays.data(), index_t(stays.size()));
+    }
+    stored.next = position;
   }
 
   void compare(index_t layer, index_t id) {
@@ -136,7 +162,8 @@ class followed_store {
       least += length * Layout::token_bytes();
       for (index_t s = 0; s < length; ++s) compare_slot(layer, id, h, s, head);
     }
-    must(store_.bytes({layer, id}) >= least, "a store takes the bytes of its tokens", store_.bytes({layer, id}));
+    must(shares_[std::size_t(id)] || store_.bytes({layer, id}) >= least, "a store takes the bytes of its tokens",
+         store_.bytes({layer, id}));
   }
   void compare_slot(index_t layer, index_t id, index_t h, index_t s, const plain_head& head) {
     const auto view = store_.view({layer, id});
@@ -162,7 +189,8 @@ class followed_store {
   index_t kv_heads_;
   tessera::cpu::column_set with_;
   tessera::cpu::kv_store<Layout> store_;
-  std::vector<layer_rows> all_;  // [sequences, layers]
+  std::vector<layer_rows> all_;                                     // [sequences, layers]
+  std::vector<bool> shares_ = std::vector<bool>(sequences, false);  // pages, perhaps
   tessera::cpu::executor workers_{2};
 };
 
@@ -176,6 +204,11 @@ inline std::vector<store_call> random_store_calls(rng& random, index_t layers, i
     call.seed = std::uint64_t(random.between(0, 0x7ffffffe));
     if (random.chance(0.6)) {
       call.tokens = random.pick({1, 1, 3, 40});
+    } else if (random.chance(0.3)) {
+      call.made = store_call::verb::copy;
+    } else if (random.chance(0.2)) {
+      call.made = store_call::verb::truncate;
+      call.share = random.pick({0.0, 0.5, 0.9, 1.0});
     } else if (random.chance(0.9)) {
       call.made = store_call::verb::keep;
       // Now and then everything goes: positions must not start anew.
@@ -189,7 +222,7 @@ inline std::vector<store_call> random_store_calls(rng& random, index_t layers, i
 
 /// The initializer of a store_call.
 inline std::string store_call_code(const store_call& call) {
-  static constexpr const char* names[] = {"append", "keep", "clear"};
+  static constexpr const char* names[] = {"append", "keep", "clear", "copy", "truncate"};
   std::ostringstream text;
   text << "{store_call::verb::" << names[int(call.made)] << ", " << call.layer << ", " << call.id << ", " << call.tokens
        << ", " << call.share << ", " << call.seed << "u},";

@@ -259,11 +259,30 @@ void forks_go_on_alone(const std::string& method) {
   cache->close(fork);
   goes_on_as(*cache, grandchild, *before, grandchild, data, {33, {1, 2}});
 
-  prefill(*cache, grandchild, data, cache->next_position(grandchild), 5);
-  REQUIRE_THROWS_WITH(cache->fork(grandchild), contains("tokens of this turn is 5; expected 0"));
+  // In the middle of a prompt: both go on with it.
+  prefill(*cache, grandchild, data, cache->next_position(grandchild), 25);
   REQUIRE_THROWS_AS(cache->fork(fork), tessera::error);
-  cache->end_prefill(grandchild);
   REQUIRE(cache->fork(grandchild) == fork);
+  const auto of_fork = cache->clone(), of_source = cache->clone();
+  for (const auto& [kv, id] : {std::pair{cache.get(), fork}, {of_fork.get(), grandchild}}) {
+    prefill(*kv, id, data, kv->next_position(id), 12);
+    kv->end_prefill(id);
+  }
+  goes_on_as(*cache, fork, *of_fork, grandchild, other, {20, {1, 1}});
+  for (const auto& kv : {cache.get(), of_source.get()}) {
+    prefill(*kv, grandchild, other, kv->next_position(grandchild), 7);
+    kv->end_prefill(grandchild);
+  }
+  goes_on_as(*cache, grandchild, *of_source, grandchild, data, {20, {1, 1}});
+
+  const index_t next = cache->next_position(grandchild);
+  for (index_t layer = 0; layer < shape.layers; ++layer) {
+    cache->prefill(layer, grandchild, data.queries(layer, next, 5), data.keys(layer, next, 5),
+                   data.values(layer, next, 5));
+    if (layer > 0) continue;
+    REQUIRE_THROWS_WITH(cache->fork(grandchild), contains("finish the step, or the prompt's chunk, in every layer"));
+  }
+  cache->end_prefill(grandchild);
   cache->prepare_step({grandchild}, 2);
   REQUIRE_THROWS_WITH(cache->fork(grandchild), contains("steps without rows is 1; expected 0"));
 }

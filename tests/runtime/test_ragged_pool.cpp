@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <map>
-#include <set>
+#include <utility>
 #include <vector>
 
 #include <tessera/layout/ragged_pages.hpp>
@@ -15,86 +15,155 @@
 using namespace tessera;
 using support::rng;
 
+namespace {
+
+/// What a pool promises, in the plainest form: the pages of every sequence and group, and what was set aside.
+struct plain_pool {
+  index_t bound;
+  std::vector<std::vector<std::vector<index_t>>> tables;
+  std::vector<index_t> promised, copies;
+
+  plain_pool(index_t most, index_t ids, index_t groups)
+      : bound(most),
+        tables(std::size_t(ids), std::vector<std::vector<index_t>>(std::size_t(groups))),
+        promised(std::size_t(ids), 0),
+        copies(promised) {}
+
+  index_t pages_of(index_t id) const {
+    index_t pages = 0;
+    for (const auto& table : tables[std::size_t(id)]) pages += index_t(table.size());
+    return pages;
+  }
+  std::map<index_t, index_t> holders() const {
+    std::map<index_t, index_t> all;
+    for (const auto& sequence : tables) {
+      for (const auto& table : sequence) {
+        for (const index_t page : table) ++all[page];
+      }
+    }
+    return all;
+  }
+  offset_t claimed() const {
+    offset_t all = offset_t(holders().size());
+    for (std::size_t id = 0; id < tables.size(); ++id)
+      all += std::max(0, promised[id] - pages_of(index_t(id))) + copies[id];
+    return all;
+  }
+  bool fits() const { return bound == 0 || claimed() <= bound; }
+};
+
+}  // namespace
+
 TEST_CASE(
-    "a million random reservations, growths, compressions, releases and closings lose no page and give none twice") {
+    "a million random reservations, growths, compressions, forks, writes and closings lose no page and give none "
+    "twice") {
   rng random(1230);
   constexpr index_t groups = 3, ids = 6, most = 64;
   for (const index_t bound : {most, 0}) {
     ragged_pool pool(groups, bound);
-    // The model: who holds each page, and what each sequence was promised.
-    std::map<index_t, std::pair<index_t, index_t>> owner;
-    std::vector<std::vector<std::vector<index_t>>> tables(ids, std::vector<std::vector<index_t>>(groups));
-    std::vector<index_t> promised(ids, 0);
+    plain_pool model(bound, ids, groups);
     for (index_t id = 0; id < ids; ++id) pool.open(id);
-    const auto held = [&](index_t id) {
-      index_t pages = 0;
-      for (const auto& table : tables[std::size_t(id)]) pages += index_t(table.size());
-      return pages;
-    };
-    const auto claimed = [&](index_t but, index_t claim) {
-      offset_t all = claim;
-      for (index_t id = 0; id < ids; ++id) all += id == but ? 0 : std::max(held(id), promised[std::size_t(id)]);
-      return all;
-    };
-    index_t refused = 0;
+    index_t refused = 0, shared = 0, replaced = 0;
     for (index_t i = 0; i < support::scaled(500'000); ++i) {
       const index_t id = random.between(0, ids - 1), group = random.between(0, groups - 1);
-      auto& table = tables[std::size_t(id)][std::size_t(group)];
-      const index_t what = random.between(0, 9);
-      if (what < 2) {  // set aside
-        const index_t pages = random.between(0, 30);
-        const bool fits =
-            bound == 0 || pages <= promised[std::size_t(id)] || claimed(id, std::max(held(id), pages)) <= bound;
-        if (fits) {
-          pool.reserve(id, pages);
-          promised[std::size_t(id)] = pages;
-        } else {
-          ++refused;
-          REQUIRE_THROWS_AS(pool.reserve(id, pages), error);
+      const auto at = std::size_t(id);
+      auto& table = model.tables[at][std::size_t(group)];
+      // Makes a call that may be refused: `changed` is the model behind it.
+      const auto call = [&](plain_pool changed, bool asks_for_more, auto&& made) {
+        if (!asks_for_more || changed.fits()) {
+          made();
+          model = std::move(changed);
+          return true;
         }
+        ++refused;
+        REQUIRE_THROWS_AS(made(), error);
+        return false;
+      };
+      const index_t what = random.between(0, 11);
+      if (what < 2) {  // set aside
+        plain_pool changed = model;
+        changed.promised[at] = random.between(0, 30);
+        changed.copies[at] = random.chance(0.5) ? pool.shared_pages(id) : 0;
+        const bool more = changed.claimed() > model.claimed();
+        call(changed, more, [&] { pool.reserve(id, changed.promised[at], changed.copies[at]); });
       } else if (what < 6) {  // append
         const index_t pages = random.between(0, 14), more = std::max(0, pages - index_t(table.size()));
-        const bool fits =
-            bound == 0 || more == 0 || claimed(id, std::max(held(id) + more, promised[std::size_t(id)])) <= bound;
-        if (fits) {
-          pool.acquire(id, group, pages);
-          for (const index_t page : pool.pages(id, group).subspan(table.size())) {
-            REQUIRE(owner.count(page) == 0);
-            REQUIRE((page >= 0 && page < pool.made()));
-            owner[page] = {id, group};
-            table.push_back(page);
-          }
-        } else {
-          ++refused;
-          REQUIRE_THROWS_AS(pool.acquire(id, group, pages), error);
+        plain_pool changed = model;
+        for (index_t page = 0; page < more; ++page) changed.tables[at][std::size_t(group)].push_back(-1 - page);
+        const bool is_made = call(changed, more > 0, [&] { pool.acquire(id, group, pages); });
+        const auto now = pool.pages(id, group);
+        for (std::size_t page = 0; is_made && page < now.size(); ++page) {
+          index_t& known = model.tables[at][std::size_t(group)][page];
+          if (known >= 0) continue;
+          known = now[page];
+          REQUIRE((known >= 0 && known < pool.made()));
+          REQUIRE(model.holders()[known] == 1);
         }
-      } else if (what < 9) {  // compress
+      } else if (what < 8) {  // compress
         const index_t pages = random.between(0, 10);
         pool.release(id, group, pages);
         while (index_t(table.size()) > pages) {
-          owner.erase(table.back());
+          if (model.holders()[table.back()] > 1) {
+            index_t& less = model.copies[at] > 0 ? model.copies[at] : model.promised[at];
+            if (&less == &model.copies[at] || less >= model.pages_of(id)) --less;
+          }
           table.pop_back();
         }
+      } else if (what < 9) {  // fork
+        const index_t to = random.between(0, ids - 1);
+        if (to == id) continue;
+        pool.close(to);
+        pool.share(id, to);
+        model.tables[std::size_t(to)] = model.tables[at];
+        model.promised[std::size_t(to)] = model.copies[std::size_t(to)] = 0;
+        shared += pool.shared_pages(to) > 0;
+      } else if (what < 11) {  // write to what is shared
+        const auto holders = model.holders();
+        std::vector<index_t> writes;
+        for (std::size_t page = 0; page < table.size(); ++page) {
+          if (holders.at(table[page]) > 1 && random.chance(0.5)) writes.push_back(index_t(page));
+        }
+        if (writes.empty()) continue;
+        plain_pool changed = model;
+        changed.copies[at] = std::max(0, model.copies[at] - index_t(writes.size()));
+        for (std::size_t w = 0; w < writes.size(); ++w)
+          changed.tables[at][std::size_t(group)][std::size_t(writes[w])] = -1 - index_t(w);
+        const bool more = index_t(writes.size()) > model.copies[at];
+        if (!call(changed, more, [&] { pool.plan_copies(id, index_t(writes.size())); })) continue;
+        for (const index_t page : writes) {
+          const index_t own = pool.replace(id, group, page);
+          model.tables[at][std::size_t(group)][std::size_t(page)] = own;
+          REQUIRE(holders.count(own) == 0);
+        }
+        ++replaced;
       } else {
         pool.close(id);
-        for (auto& one : tables[std::size_t(id)]) {
-          for (const index_t page : one) owner.erase(page);
-          one.clear();
-        }
-        promised[std::size_t(id)] = 0;
+        for (auto& one : model.tables[at]) one.clear();
+        model.promised[at] = model.copies[at] = 0;
       }
       const auto shown = pool.pages(id, group);
-      REQUIRE(std::equal(shown.begin(), shown.end(), table.begin(), table.end()));
-      REQUIRE(pool.page_count(id) == held(id));
-      REQUIRE(pool.reserved(id) == promised[std::size_t(id)]);
-      REQUIRE(pool.idle() + index_t(owner.size()) == pool.made());
+      const auto& expected = model.tables[at][std::size_t(group)];
+      REQUIRE(std::equal(shown.begin(), shown.end(), expected.begin(), expected.end()));
+      REQUIRE(pool.page_count(id) == model.pages_of(id));
+      REQUIRE(pool.reserved(id) == model.promised[at]);
       REQUIRE((bound == 0 || pool.made() <= bound));
-      if (i % 64 == 0) REQUIRE(pool.claimed() == claimed(0, std::max(held(0), promised[0])));
+      if (i % 64 > 0) continue;
+      const auto holders = model.holders();
+      REQUIRE(pool.idle() + index_t(holders.size()) == pool.made());
+      REQUIRE(pool.claimed() == model.claimed());
+      index_t several = 0;
+      for (const index_t page : expected) several += holders.at(page) > 1;
+      REQUIRE(pool.shared_pages(id, group, 0, most) == several);
+      REQUIRE(pool.any_shared() ==
+              std::any_of(holders.begin(), holders.end(), [](auto& one) { return one.second > 1; }));
     }
     CHECK((refused > 0) == (bound > 0));
+    CHECK(shared > 0);
+    CHECK(replaced > 0);
     for (index_t id = 0; id < ids; ++id) pool.close(id);
     CHECK(pool.idle() == pool.made());
     CHECK(pool.claimed() == 0);
+    CHECK_FALSE(pool.any_shared());
   }
 }
 

@@ -1,7 +1,7 @@
 // What rungs 9 and 10 share: the shape of a tiny engine that owns its pages, a model in numbers, and what to compare with.
 #pragma once
 
-#include "../support.hpp"
+#include "../support/ladder.hpp"
 
 #include <tessera/core/engine/move_problem.hpp>
 

@@ -38,7 +38,7 @@ concept backend_store = requires(S& store, const S& stored, sequence_layer owner
 /// An observer of a backend: what a first stage's scorer needs to know.
 ///   with_scores                 whether the store has a score beside each token
 ///   forget(id), forget(owner)   forgets a sequence, or a layer of it; needs no memory
-///   copy(source, target, queue...)   copies what lasts from turn to turn to another sequence
+///   copy(source, target, queue...)   copies what it knows of a sequence to another one
 /// and `observe_prompt`, `observe_step` and `complete`, whose arguments are the backend's.
 template <class O, class... Queue>
 concept backend_observer = requires(O& observer, sequence_layer owner, index_t id, Queue... queue) {
@@ -68,7 +68,7 @@ concept backend_attending =
 ///   max_sequences(), max_step_tokens(), max_draft_tokens()     0: no bound; tokens of a step, and of a draft
 ///   check_budgets(recipe, own)                      throws where the memory does not allow the budgets of a sequence
 ///   open(id, policies, queue), close(id, queue)     `close` needs no memory
-///   check_fork(id), fork(id, copy, policies, queue) where it throws, `copy` is closed
+///   check_fork(id), fork(id, copy, state, queue)    where it throws, `copy` is closed
 ///   saves, transfer(id, state, archive, queue)      whether sequences can be saved; then: saves one, or loads it into
 ///                                                   an open, empty one, which the caller closes where it throws
 ///   settled(id, state)                              the smallest position that a sequence can go back to, as far as
@@ -109,15 +109,16 @@ constexpr bool check_backend() {
       "tessera: a backend must say its bounds: index_t max_sequences(), index_t max_step_tokens(), index_t "
       "max_draft_tokens()");
   static_assert(
-      requires(B& b, index_t id, const Policies& policies, const recipe& own, typename B::default_queue q) {
+      requires(B& b, const Sequences& known, index_t id, const Policies& policies, const recipe& own,
+               typename B::default_queue q) {
         b.check_budgets(own, own);
         b.open(id, policies, q);
         b.close(id, q);
         b.check_fork(id);
-        b.fork(id, id, policies, q);
+        b.fork(id, id, known.sequence(id), q);
       },
       "tessera: a backend must open, close and copy sequences: check_budgets(recipe, own), open(id, policies, queue), "
-      "close(id, queue), check_fork(id), fork(id, copy, policies, queue)");
+      "close(id, queue), check_fork(id), fork(id, copy, state, queue)");
   static_assert(
       requires(B& b, const Sequences& known, index_t n, typename B::default_queue q) {
         { b.settled(n, known.sequence(n)) } -> std::same_as<index_t>;

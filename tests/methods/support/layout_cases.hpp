@@ -35,6 +35,8 @@ class cache_in_layout {
       step_ = held_.prepare_step(ids, q.tokens, support::called_step_boundaries<Recipe>(held_, ids, q.tokens));
     held_.decode(layer, step_, q, k, v, out, lse);
   }
+  index_t fork(index_t id) { return held_.fork(id); }
+  void close(index_t id) { held_.close(id); }
   std::vector<index_t> positions(index_t layer, index_t id, index_t head) const {
     return held_.positions(layer, id, head);
   }

@@ -98,6 +98,8 @@ class random_cache_calls : public call_arguments {
     call.id = some_id();
     // Sums of an answer's queries have a form of their own on each backend.
     call.first = random_.between(0, cache_.method().step_segments ? fork_kind::by_bytes : fork_kind::from_reference);
+    const auto* held = cache_.known(call.id);
+    if (held && !held->is_between_turns() && random_.chance(0.9)) call.first = fork_kind::plain;
     make(std::move(call));
   }
   void close() {

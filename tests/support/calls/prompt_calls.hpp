@@ -26,9 +26,11 @@ class prompt_calls : public compared_caches {
       };
       return alike(next) && alike(turn);
     }
-    bool is_between_turns() const {
-      return is_even() && turn[0] == 0 && announced == 0 && !is_between_layers && !has_prepared;
+    /// Whether it can be forked; saved between turns only.
+    bool is_between_calls() const {
+      return is_even() && !is_between_layers && !has_prepared && std::count(ended.begin(), ended.end(), true) == 0;
     }
+    bool is_between_turns() const { return is_between_calls() && turn[0] == 0 && announced == 0; }
   };
   /// And of the step that was prepared last.
   struct step {
@@ -92,8 +94,9 @@ class prompt_calls : public compared_caches {
   bool fork(index_t id, index_t kind) {
     const sequence* held = known(id);
     const index_t free = free_id();
+    if (held && kind != fork_kind::plain && held->is_between_calls() && !held->is_between_turns()) return false;
     std::optional<bool> allowed =
-        held && held->is_between_turns() && !is_under_way() && (limits_.sequences == 0 || free < limits_.sequences);
+        held && held->is_between_calls() && !is_under_way() && (limits_.sequences == 0 || free < limits_.sequences);
     if (*allowed && !surely_fits(*held, 0)) allowed.reset();
     std::vector<unsigned char> passed;  // from one backend to the other
     if (allowed && *allowed && reference_ && kind >= fork_kind::to_reference)

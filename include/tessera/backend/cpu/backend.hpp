@@ -75,14 +75,17 @@ class backend {
     parts_.drafts.forget(id);
   }
   void check_fork(index_t) const {}
-  /// Opens a copy of a sequence, between two turns or steps. Where it throws, the copy is closed.
-  void fork(index_t id, index_t copy, const planned<Recipe>& policies, queue q) {
-    open(copy, policies, q);
+  /// Opens a copy of a sequence, between whole calls. Where it throws, the copy is closed.
+  void fork(index_t id, index_t copy, const sequence_state<Recipe>& state, queue q) {
+    open(copy, state.policies, q);
     try {
       parts_.store.copy(id, copy);
       parts_.first.observer().copy(id, copy);
       parts_.read_stage.copy(id, copy);
       parts_.prompts.copy(id, copy);
+      if constexpr (in_groups) {
+        if (state.announced > 0) parts_.store.rows().share_reservation(id, copy);
+      }
     } catch (...) {
       close(copy, q);
       throw;

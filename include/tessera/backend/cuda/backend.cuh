@@ -80,19 +80,29 @@ class backend {
     parts_.order.require_finished(id);
     parts_.order.require_none_under_way();
   }
-  /// Copies everything that an id holds to another one, between two turns or steps. Where it throws, the new id is
-  /// closed.
-  void fork(index_t id, index_t to, const planned<Recipe>& policies, cudaStream_t stream) {
+  /// Copies a sequence to another id, between whole calls. Where it throws, that id is closed.
+  void fork(index_t id, index_t to, const sequence_state<Recipe>& state, cudaStream_t stream) {
+    parts_.store.plan_copy(id, to, stream);
     try {
-      plan_copy(id, to, stream);
+      parts_.read_stage.candidates().plan_copy(id, to);
+    } catch (...) {
+      parts_.store.abandon();
+      throw;
+    }
+    try {
       parts_.store.commit_copy(id, to, stream);
       parts_.read_stage.candidates().commit_copy(id, to, stream);
       copy_on_device(parts_.next.data() + to, parts_.next.data() + id, 1, stream);
       begin_sequence(to, stream);
       parts_.first.observer().copy(id, to, stream);
+      parts_.first.settled().copy(id, to);
       parts_.prompts.copy(id, to, stream);
-      parts_.set_plan(to, policies, stream);
-      for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
+      if constexpr (in_groups) {
+        if (state.announced > 0) parts_.store.rows().share_reservation(id, to);
+      }
+      parts_.set_plan(to, state.policies, stream);
+      // The end of a prompt makes the index.
+      for (index_t layer = 0; layer < parts_.shape.layers && state.front().turn_tokens == 0; ++layer) {
         if (parts_.roles.follows_recipe(layer) && parts_.store.bound({layer, to}).longest > 0)
           parts_.read_stage.refresh({layer, to}, parts_.store, stream);
       }
@@ -383,16 +393,6 @@ class backend {
     parts_.read_stage.reader().clear(id, stream);
     parts_.first.observer().forget(id);
   }
-  void plan_copy(index_t id, index_t to, cudaStream_t stream) {
-    parts_.store.plan_copy(id, to, stream);
-    try {
-      parts_.read_stage.candidates().plan_copy(id, to);
-    } catch (...) {
-      parts_.store.abandon();
-      throw;
-    }
-  }
-
   parts_type parts_;
 };
 

@@ -47,6 +47,7 @@ struct any_cache_facts {
   bool drops_by_layer = false;               ///< `end_layer` behind a prompt's last chunk frees memory
   bool shares_pages = false;                 ///< heads share pages by groups: see `pages`
   bool packs = false;                        ///< rows are packed: see `unpacked`
+  bool cuts_prompts = false;                 ///< of a prompt that has begun, some tokens can be taken back
   bool saves = false;                        ///< `save` and `load` work
 };
 
@@ -74,6 +75,7 @@ class any_cache {
   virtual void set_budget(index_t tokens, void* stream = nullptr) = 0;
   virtual index_t open(const sequence_options& options = {}, void* stream = nullptr) = 0;
   virtual index_t fork(index_t id, void* stream = nullptr) = 0;
+  virtual index_t fork(index_t id, index_t position, void* stream = nullptr) = 0;
   /// Errors   also: a method that cannot be saved here (`facts`).
   virtual void save(index_t id, const std::function<void(const void*, std::size_t)>& sink, void* stream = nullptr) = 0;
   virtual index_t load(const std::function<std::size_t(void*, std::size_t)>& source, void* stream = nullptr) = 0;

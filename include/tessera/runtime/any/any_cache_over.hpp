@@ -42,6 +42,7 @@ class any_cache_over : public any_cache {
     facts_.drops_by_layer = chooses_by_layer<Recipe> && Recipe::retain_type::drops && !Recipe::retain_type::rereads;
     facts_.shares_pages = Backend::in_groups;
     facts_.packs = packs_rows;
+    facts_.cuts_prompts = cache_type::cuts_prompts;
     facts_.saves = cache_type::saves;
   }
 
@@ -53,6 +54,9 @@ class any_cache_over : public any_cache {
     return cache_.open(options, queue_of(stream));
   }
   index_t fork(index_t id, void* stream) override { return cache_.fork(id, queue_of(stream)); }
+  index_t fork(index_t id, index_t position, void* stream) override {
+    return cache_.fork(id, position, queue_of(stream));
+  }
   void save(index_t id, const std::function<void(const void*, std::size_t)>& sink, void* stream) override {
     if constexpr (cache_type::saves) return cache_.save(id, sink, queue_of(stream));
     fail_to_save();

@@ -53,6 +53,8 @@ class basic_cache {
   static constexpr int k_dim = layout::k_dim, v_dim = layout::v_dim;
   /// Whether sequences can be saved and loaded.
   static constexpr bool saves = requires { requires Backend::saves; };
+  /// Whether some tokens of a prompt that has begun can be taken back, and forks stand at positions within it.
+  static constexpr bool cuts_prompts = prompts_can_be_cut<Recipe>;
 
   /// `resources`: the CPU's executor, or the sizes of a device's cache.
   /// Errors   an impossible shape, recipe or pair of them; no executor: tessera::error.
@@ -84,10 +86,15 @@ class basic_cache {
   index_t open(default_queue queue = {}) { return open(sequence_options{}, queue); }
 
   /// Opens a copy of a sequence, and returns its id. The two are independent. Each stores, chooses and outputs what the
-  /// original would have. Rows are copied. Finished segments of packed rows are shared; on a GPU they stay in memory
-  /// until the sequence that packed them is closed.
-  /// Errors   a prompt or a step under way, on a GPU that of any sequence; a pool with too few pages: tessera::error.
-  ///          The host does not know of the work that a graph replays: enqueue a fork after that work.
+  /// original would have. Each may go on with a prompt that has begun, and end it: the prompt stays announced, and
+  /// what it reserved is reserved for both.
+  /// Rows     in pages (fixed_pages, ragged_pages) are shared. Who writes to a shared page, or drops rows of it,
+  ///          gets one of its own first, which may need a page where it needed none before. Rows in runs are copied.
+  ///          Finished segments of packed rows are shared; on a GPU they stay in memory until the sequence that packed
+  ///          them is closed.
+  /// Errors   a chunk or a step that some layers have not had, a prompt that has ended in some of them, on a GPU a
+  ///          step of any sequence that is under way; a pool with too few pages: tessera::error. The host does not
+  ///          know of the work that a graph replays: enqueue a fork after that work.
   index_t fork(index_t id, default_queue queue = {});
 
   /// Opens a copy of a sequence as it was at an earlier position: a fork, truncated. Errors: those of both.

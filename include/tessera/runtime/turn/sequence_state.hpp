@@ -142,17 +142,26 @@ struct sequence_state {
     }
   }
 
-  /// Errors   a prompt or a step under way: tessera::error.
+  /// Errors   a chunk or a step that some layers have not had, a prompt that has ended in some: tessera::error.
   void check_fork() const {
     for (const layer_progress& layer : layers) {
-      require(layer.turn_tokens == 0 && announced == 0, "tokens of this turn", (std::max)(layer.turn_tokens, announced),
-              "0", "fork a sequence before a prompt is announced or begins, or once end_prefill has ended it");
-      require(layer.next_position == front().next_position, "tokens of a layer", layer.next_position,
-              "those of layer 0, which are " + std::to_string(front().next_position),
-              "finish the step before the sequence is forked");
+      if (layer.next_position != front().next_position || layer.turn_tokens != front().turn_tokens) {
+        fail("tokens of a layer", layer.next_position,
+             "those of layer 0, which are " + std::to_string(front().next_position),
+             "finish the step, or the prompt's chunk, in every layer before the sequence is forked or saved");
+      }
+      require(!layer.ended, "layers whose prompt has ended", 1, "0",
+              "call end_prefill before the sequence is forked or saved");
     }
     require(step == 0 || front().next_position != step_began, "steps without rows", 1, "0",
             "before the fork, decode the step that was prepared");
+  }
+  /// Errors   those of a fork; a prompt under way: tessera::error.
+  void check_save() const {
+    check_fork();
+    require(front().turn_tokens == 0 && announced == 0, "tokens of this turn",
+            (std::max)(front().turn_tokens, announced), "0",
+            "save a sequence before a prompt is announced or begins, or once end_prefill has ended it");
   }
 };
 

@@ -35,7 +35,7 @@ struct choice_inputs {
 ///   open(id)                       opens a sequence, of which nothing is observed
 ///   forget(id), forget(owner)      forgets an open sequence, or one layer of it; needs no memory
 ///   end_turn(id)                   forgets what does not last from turn to turn
-///   copy(source, target)           between turns: copies what lasts to an empty sequence
+///   copy(source, target)           copies what it knows to an empty sequence
 ///   transfer(id, policies, archive)   between turns: saves what lasts, or loads it into an empty sequence
 ///   observe_prompt(...)            observes the queries of a chunk's last tokens; unchanged when memory runs out
 ///   observe_step(b, ...)           observes the queries of a step, of the b-th sequence of a batch; returns the bytes
@@ -104,6 +104,11 @@ class window_observer : public no_observer<Recipe> {
   }
   void forget(sequence_layer owner) { windows_[owner].clear(); }
   void end_turn(index_t id) { forget(id); }
+  void copy(index_t from, index_t to) {
+    for (index_t layer = 0; layer < layers_; ++layer) {
+      windows_[sequence_layer{layer, to}] = windows_[sequence_layer{layer, from}];
+    }
+  }
 
   template <class E>
   void observe_prompt(sequence_layer owner, store_type&, const planned<Recipe>& policies, const logit_rule&,
@@ -157,11 +162,6 @@ class following_observer : public window_observer<Recipe> {
   using typename base::store_type;
 
   void end_turn(index_t) {}
-  void copy(index_t from, index_t to) {
-    for (index_t layer = 0; layer < this->layers_; ++layer) {
-      this->windows_[sequence_layer{layer, to}] = this->windows_[sequence_layer{layer, from}];
-    }
-  }
   template <class Archive>
   void transfer(index_t id, const planned<Recipe>& policies, Archive& archive) {
     const offset_t row = offset_t(this->q_heads_) * base::k_dim;
@@ -299,6 +299,11 @@ class statistics_observer : public no_observer<Recipe> {
   }
   void forget(sequence_layer owner) { sums_[owner].clear(); }
   void end_turn(index_t id) { forget(id); }
+  void copy(index_t from, index_t to) {
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      sums_[sequence_layer{layer, to}] = sums_[sequence_layer{layer, from}];
+    }
+  }
 
   template <class E>
   void observe_prompt(sequence_layer owner, store_type&, const planned<Recipe>& policies, const logit_rule&,

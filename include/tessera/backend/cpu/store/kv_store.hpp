@@ -159,14 +159,20 @@ class kv_store {
   index_t settled(sequence_layer, index_t) const { return 0; }
   void forget_prompt(sequence_layer) {}
 
-  /// Allocates the memory of the next `keep`, which then cannot fail.
-  void plan_keep(sequence_layer owner) { stored_[owner].beside.plan_keep(stored_[owner].lengths); }
+  /// Allocates the memory of the next `keep` of these slots, which then cannot fail.
+  void plan_keep(sequence_layer owner, const selection& chosen) {
+    const stored_tokens& stored = stored_[owner];
+    if (chosen.counts == stored.lengths) return;
+    stored_[owner].beside.plan_keep(stored.lengths);
+    rows_.plan_keep(order_.index(owner), stored.lengths, chosen);
+  }
 
   /// Keeps the chosen slots of every head and drops the rest. Nothing changes when memory runs out. Returns whether
   /// anything was dropped.
   bool keep(sequence_layer owner, const selection& chosen, executor& workers) {
     stored_tokens& stored = stored_[owner];
     if (chosen.counts == stored.lengths) return false;
+    plan_keep(owner, chosen);
     stored.beside.keep(stored.lengths, chosen);
     rows_.keep(order_.index(owner), stored.lengths, chosen, workers);
     std::copy(chosen.counts.begin(), chosen.counts.end(), stored.lengths.begin());

@@ -5,13 +5,15 @@
 
 #include "../../../core/host/host_vector.hpp"
 #include "../../../layout/fixed_pages.hpp"
+#include "../../../runtime/counted_pages.hpp"
 #include "placed_runs.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// All pages come from one pool that grows by an eighth. Released pages are used first.
-/// Bytes    of an entry: its pages. The pool's spare pages belong to none.
+/// All pages come from one pool that grows by an eighth. Released pages are used first. A copy shares its pages with
+/// the original; who writes to a shared page gets one of its own first.
+/// Bytes    of an entry: its pages, of shared ones its part. The pool's spare pages belong to none.
 template <class Layout, int Page>
 class placed_rows<Layout, fixed_pages<Page>> {
  public:
@@ -36,9 +38,15 @@ class placed_rows<Layout, fixed_pages<Page>> {
   }
 
   void make_room(std::size_t entry, const host_vector<index_t>& lengths, index_t tokens) {
-    const offset_t longest = *std::max_element(lengths.begin(), lengths.end());
-    host_vector<index_t>& table = table_of(entry);
-    acquire(table, std::size_t(fixed_pages<Page>::pages_for(longest + tokens)));
+    const auto [shortest, longest] = std::minmax_element(lengths.begin(), lengths.end());
+    acquire(table_of(entry), std::size_t(*shortest / Page),
+            std::size_t(fixed_pages<Page>::pages_for(offset_t(*longest) + tokens)));
+  }
+
+  void plan_keep(std::size_t entry, const host_vector<index_t>&, const selection& chosen) {
+    const offset_t longest = *std::max_element(chosen.counts.begin(), chosen.counts.end());
+    acquire(table_of(entry), std::size_t(first_moved(chosen) / Page),
+            std::size_t(fixed_pages<Page>::pages_for(longest)));
   }
 
   void keep(std::size_t entry, const host_vector<index_t>& lengths, const selection& chosen, executor& workers) {
@@ -55,19 +63,13 @@ class placed_rows<Layout, fixed_pages<Page>> {
   void open(std::size_t entry) { release(table_of(entry), 0); }
   void clear(std::size_t entry) { release(tables_[entry], 0); }
   void copy(std::size_t source, std::size_t target) {
-    acquire(table_of(target), table_of(source).size());
-    for (std::size_t i = 0; i < tables_[source].size(); ++i) {
-      const auto rows = [&](auto& all, offset_t dim) {
-        const offset_t count = page_rows() * dim;
-        std::copy_n(all.begin() + tables_[source][i] * count, count, all.begin() + tables_[target][i] * count);
-      };
-      rows(k_, Layout::k_dim), rows(v_, Layout::v_dim);
-      if constexpr (encoding_type::scaled) rows(k_scales_, 1), rows(v_scales_, 1);
-    }
+    table_of((std::max)(source, target));  // so that the assignment moves no table
+    tables_[target] = tables_[source];
+    for (const index_t page : tables_[target]) counted_.share(page);
   }
   void lay_out(std::size_t entry, const host_vector<index_t>& lengths) { make_room(entry, lengths, 0); }
   offset_t bytes(std::size_t entry) const {
-    return entry < tables_.size() ? offset_t(tables_[entry].size()) * page_rows() * Layout::token_bytes() : 0;
+    return entry < tables_.size() ? counted_.bytes(tables_[entry], page_rows() * Layout::token_bytes()) : 0;
   }
   capacity upper_bound(const host_vector<layer_peak>& peaks) const {
     offset_t pages = 0;
@@ -82,25 +84,33 @@ class placed_rows<Layout, fixed_pages<Page>> {
     if (tables_.size() <= entry) tables_.resize(entry + 1);
     return tables_[entry];
   }
-  /// Adds pages to a table until it has `wanted`, or none of them.
-  void acquire(host_vector<index_t>& table, std::size_t wanted) {
-    if (wanted <= table.size()) return;
-    const std::size_t missing = wanted - table.size();
-    if (std::size_t(free_pages_) < missing) grow(index_t(missing) - free_pages_);
+  /// Adds pages to a table until it has `wanted`, and gives it pages of its own for those from `first` to below
+  /// `wanted` that it shares. Nothing changes when memory runs out.
+  void acquire(host_vector<index_t>& table, std::size_t first, std::size_t wanted) {
+    const std::size_t missing = wanted - (std::min)(wanted, table.size());
+    const index_t taken = index_t(missing) + counted_.shared_of(table, first, wanted);
+    if (taken == 0) return;
+    grow(counted_.used() + taken);
     table.reserve(wanted);
-    for (std::size_t i = 0; i < missing; ++i) {
-      table.push_back(first_free_);
-      first_free_ = next_free_[std::size_t(first_free_)];
-      --free_pages_;
+    for (std::size_t i = first; i < (std::min)(wanted, table.size()); ++i) {
+      if (counted_.is_shared(table[i])) replace(table[i]);
     }
+    for (std::size_t i = 0; i < missing; ++i) table.push_back(counted_.acquire());
+  }
+  /// Copies a shared page to one that this entry alone has.
+  void replace(index_t& page) {
+    const index_t target = counted_.acquire();
+    const auto rows = [&](auto& all, offset_t dim) {
+      const offset_t count = page_rows() * dim;
+      std::copy_n(all.begin() + page * count, count, all.begin() + target * count);
+    };
+    rows(k_, Layout::k_dim), rows(v_, Layout::v_dim);
+    if constexpr (encoding_type::scaled) rows(k_scales_, 1), rows(v_scales_, 1);
+    counted_.release(page);
+    page = target;
   }
   void release(host_vector<index_t>& table, std::size_t left) {
-    for (; table.size() > left; table.pop_back()) release_page(table.back());
-  }
-  void release_page(index_t page) {
-    next_free_[std::size_t(page)] = first_free_;
-    first_free_ = page;
-    ++free_pages_;
+    for (; table.size() > left; table.pop_back()) counted_.release(table.back());
   }
   /// Allocates exactly `count`: resize alone would allocate twice as many.
   template <class X>
@@ -108,27 +118,26 @@ class placed_rows<Layout, fixed_pages<Page>> {
     numbers.reserve(count);
     numbers.resize(count);
   }
+  /// Enlarges the memory to `least` pages or more.
   void grow(index_t least) {
-    const index_t added = (std::max)(least, pages_ / 8);
-    const std::size_t rows = std::size_t(page_rows()) * std::size_t(pages_ + added);
-    enlarge(next_free_, std::size_t(pages_ + added));
+    if (least <= pages_) return;
+    const index_t wanted = (std::max)(least, pages_ + pages_ / 8);
+    const std::size_t rows = std::size_t(page_rows()) * std::size_t(wanted);
+    counted_.make_room(wanted);
     enlarge(k_, rows * Layout::k_dim);
     enlarge(v_, rows * Layout::v_dim);
     if constexpr (encoding_type::scaled) {
       enlarge(k_scales_, rows);
       enlarge(v_scales_, rows);
     }
-    for (index_t page = pages_ + added - 1; page >= pages_; --page) release_page(page);
-    pages_ += added;
+    pages_ = wanted;
   }
 
   static constexpr index_t first_page = 0;  // begin of the table of the view's one sequence
 
   using stored = typename encoding_type::stored_type;
   index_t heads_, pages_ = 0;
-  // A linked list of the free pages, as long as the pool: a release allocates nothing, also in a copy of the pool.
-  host_vector<index_t> next_free_;
-  index_t first_free_ = no_index, free_pages_ = 0;
+  counted_pages counted_;
   host_vector<stored> k_, v_;
   host_vector<float> k_scales_, v_scales_;
   host_vector<host_vector<index_t>> tables_;  // by entry

@@ -14,8 +14,9 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
 /// Pages of all layers and sequences come from one pool, whose memory grows by an eighth. Each entry has a flat table
-/// of blocks: for each kv_head a row of as many blocks as its tokens need.
-/// Bytes    of an entry: the columns of its heads in the pages of their groups.
+/// of blocks: for each kv_head a row of as many blocks as its tokens need. A copy shares its pages with the original;
+/// who writes to a shared page gets one of its own first.
+/// Bytes    of an entry: the columns of its heads in the pages of their groups, of shared pages its part.
 template <class Layout>
 class placed_rows<Layout, ragged_pages> {
  public:
@@ -44,7 +45,12 @@ class placed_rows<Layout, ragged_pages> {
   void make_room(std::size_t entry, const host_vector<index_t>& lengths, index_t tokens) {
     host_vector<index_t> wanted = lengths;
     for (index_t& count : wanted) count += tokens;
-    lay_out(entry, wanted);
+    lay_out(entry, wanted, lengths);
+  }
+
+  void plan_keep(std::size_t entry, const host_vector<index_t>&, const selection& chosen) {
+    const index_t first = pool_.any_shared() ? first_moved(chosen) : 0;
+    own_pages(entry, [&](index_t) { return first; }, chosen.counts);
   }
 
   void keep(std::size_t entry, const host_vector<index_t>& lengths, const selection& chosen, executor& workers) {
@@ -58,7 +64,10 @@ class placed_rows<Layout, ragged_pages> {
   }
 
   /// Gives each head blocks for `tokens[h]` tokens. Nothing changes where pages or memory run out.
-  void lay_out(std::size_t entry, const host_vector<index_t>& tokens) {
+  void lay_out(std::size_t entry, const host_vector<index_t>& tokens) { lay_out(entry, tokens, tokens); }
+
+  /// The same; slots of head h from `first[h]` on will be written.
+  void lay_out(std::size_t entry, const host_vector<index_t>& tokens, const host_vector<index_t>& first) {
     table added = tables_[entry];
     added.tokens = tokens;
     std::size_t blocks = 0;
@@ -67,6 +76,7 @@ class placed_rows<Layout, ragged_pages> {
     table previous = std::exchange(tables_[entry], std::move(added));
     try {
       acquire_pages(entry);
+      own_pages(entry, [&](index_t head) { return first[std::size_t(head)]; }, tokens);
     } catch (...) {
       tables_[entry] = std::move(previous);
       release_pages(entry);
@@ -78,9 +88,17 @@ class placed_rows<Layout, ragged_pages> {
   void expect(index_t id, index_t tokens) {
     offset_t pages = tokens > 0 ? pool_.reserved(id) : 0;
     pages = (std::max)(pages, pages_with(id, tokens));
-    reserve(id, index_t((std::min<offset_t>)(pages, (std::numeric_limits<index_t>::max)())));
+    const index_t copies = tokens > 0 ? (std::max)(pool_.reserved_copies(id), pages_written(id)) : 0;
+    pool_.reserve(id, index_t((std::min<offset_t>)(pages, (std::numeric_limits<index_t>::max)())), copies);
   }
-  void reserve(index_t id, index_t pages) { pool_.reserve(id, pages); }
+  /// Reserves pages for a prompt, which may replace all that the sequence shares.
+  void reserve(index_t id, index_t pages) { pool_.reserve(id, pages, pool_.shared_pages(id)); }
+
+  /// A fork in the middle of an announced prompt: both have what was reserved, and may replace all that they share.
+  void share_reservation(index_t id, index_t copy) {
+    reserve(copy, pool_.reserved(id));
+    reserve(id, pool_.reserved(id));
+  }
 
   /// Pages that a sequence needs when each of its heads in every layer has `tokens` more.
   offset_t pages_with(index_t id, index_t tokens) const {
@@ -105,25 +123,18 @@ class placed_rows<Layout, ragged_pages> {
     pool_.reserve(id_of(entry), 0);
   }
   void copy(std::size_t source, std::size_t target) {
-    lay_out(target, tables_[source].tokens);
-    const table &original = tables_[source], &copied = tables_[target];
-    for (std::size_t i = 0; i < original.blocks.size(); ++i) {
-      const auto rows = [&](auto& all, offset_t dim) {
-        const offset_t count = page_ * dim;
-        std::copy_n(all.begin() + original.blocks[i] * count, count, all.begin() + copied.blocks[i] * count);
-      };
-      rows(k_, Layout::k_dim), rows(v_, Layout::v_dim);
-      if constexpr (encoding_type::scaled) rows(k_scales_, 1), rows(v_scales_, 1);
-    }
+    tables_[target] = tables_[source];
+    // The pages of a sequence belong to all of its layers.
+    if (source % std::size_t(groups_.layers) == 0) pool_.share(id_of(source), id_of(target));
   }
   offset_t bytes(std::size_t entry) const {
     if (entry >= tables_.size()) return 0;
-    offset_t blocks = 0;
+    offset_t bytes = 0;
     for (index_t h = 0; h < groups_.kv_heads; ++h) {
       const index_t group = group_of(entry, h);
-      blocks += offset_t(page_count(id_of(entry), group)) * groups_.blocks_of_page(group);
+      bytes += pool_.bytes(id_of(entry), group, groups_.blocks_of_page(group) * page_ * Layout::token_bytes());
     }
-    return blocks * page_ * Layout::token_bytes();
+    return bytes;
   }
   capacity upper_bound(const host_vector<layer_peak>& peaks) const {
     const offset_t pages = upper_bound_pages(groups_, page_, peaks);
@@ -148,21 +159,39 @@ class placed_rows<Layout, ragged_pages> {
   };
 
   offset_t page_bytes() const { return offset_t(page_) * groups_.heads * Layout::token_bytes(); }
+  std::size_t entry_of(index_t layer, index_t id) const {
+    return std::size_t(id) * std::size_t(groups_.layers) + std::size_t(layer);
+  }
   index_t id_of(std::size_t entry) const { return index_t(entry / std::size_t(groups_.layers)); }
   index_t head_of(std::size_t entry, index_t head) const {
     return index_t(entry % std::size_t(groups_.layers)) * groups_.kv_heads + head;
   }
   index_t group_of(std::size_t entry, index_t head) const { return groups_.group[std::size_t(head_of(entry, head))]; }
+  /// Tokens of a head of the model.
+  index_t tokens_of(index_t id, index_t member) const {
+    return tables_[entry_of(member / groups_.kv_heads, id)].tokens[std::size_t(member % groups_.kv_heads)];
+  }
   /// Tokens of the longest head of a group.
   index_t longest(index_t id, index_t group) const {
     index_t result = 0;
-    for (const index_t member : groups_.row(group)) {
-      const std::size_t entry = std::size_t(id) * std::size_t(groups_.layers) + std::size_t(member / groups_.kv_heads);
-      result = (std::max)(result, tables_[entry].tokens[std::size_t(member % groups_.kv_heads)]);
-    }
+    for (const index_t member : groups_.row(group)) result = (std::max)(result, tokens_of(id, member));
     return result;
   }
 
+  /// Shared pages of a sequence that new tokens would be written to.
+  index_t pages_written(index_t id) const {
+    if (pool_.shared_pages(id) == 0) return 0;
+    index_t pages = 0;
+    for (index_t group = 0; group < groups_.count(); ++group) {
+      index_t shortest = no_index;
+      for (const index_t member : groups_.row(group)) {
+        const index_t tokens = tokens_of(id, member);
+        shortest = shortest == no_index ? tokens : (std::min)(shortest, tokens);
+      }
+      pages += pool_.shared_pages(id, group, shortest / (page_ * groups_.blocks_of_page(group)), page_count(id, group));
+    }
+    return pages;
+  }
   /// Pages that a group's longest head needs.
   index_t pages_of(index_t id, index_t group) const { return groups_.pages_for(group, longest(id, group), page_); }
 
@@ -179,6 +208,48 @@ class placed_rows<Layout, ragged_pages> {
       pool_.acquire(id, group, pages_of(id, group));
     }
   }
+  /// Gives an entry pages of its own in place of those that it shares and in which slots of head h from first(h) to
+  /// below `last[h]` lie. Nothing changes where pages or memory run out. Without such pages it needs no memory.
+  template <class First>
+  void own_pages(std::size_t entry, const First& first, const host_vector<index_t>& last) {
+    if (!pool_.any_shared()) return;
+    const index_t id = id_of(entry);
+    index_t copies = 0;
+    const auto each_group = [&](const auto& visit) {
+      for (index_t h = 0; h < groups_.kv_heads; ++h) {
+        const index_t group = group_of(entry, h), tokens = page_ * groups_.blocks_of_page(group);
+        if (h != first_member(entry, group)) continue;
+        index_t begin = no_index, end = 0;
+        for (index_t other = h; other < groups_.kv_heads; ++other) {
+          if (group_of(entry, other) != group || first(other) >= last[std::size_t(other)]) continue;
+          const index_t written = first(other) / tokens;
+          begin = begin == no_index ? written : (std::min)(begin, written);
+          end = (std::max)(end, ceil_div(last[std::size_t(other)], tokens));
+        }
+        if (begin != no_index) visit(group, begin, (std::min)(end, page_count(id, group)));
+      }
+    };
+    each_group([&](index_t group, index_t begin, index_t end) { copies += pool_.shared_pages(id, group, begin, end); });
+    if (copies == 0) return;
+    pool_.plan_copies(id, copies);
+    grow(index_t(pool_.made() + (std::max)(0, copies - pool_.idle())));
+    each_group([&](index_t group, index_t begin, index_t end) {
+      for (index_t i = begin; i < end; ++i) {
+        if (pool_.shared_pages(id, group, i, i + 1) == 0) continue;
+        const index_t source = pool_.pages(id, group)[std::size_t(i)];
+        copy_page(source, pool_.replace(id, group, i));
+      }
+    });
+    for (index_t layer = 0; layer < groups_.layers; ++layer) fill(entry_of(layer, id));
+  }
+  void copy_page(index_t source, index_t target) {
+    const auto rows = [&](auto& all, offset_t dim) {
+      const offset_t count = offset_t(page_) * groups_.heads * dim;
+      std::copy_n(all.begin() + source * count, count, all.begin() + target * count);
+    };
+    rows(k_, Layout::k_dim), rows(v_, Layout::v_dim);
+    if constexpr (encoding_type::scaled) rows(k_scales_, 1), rows(v_scales_, 1);
+  }
   void release_pages(std::size_t entry) {
     for (index_t h = 0; h < groups_.kv_heads; ++h) {
       const index_t group = group_of(entry, h);
@@ -191,7 +262,7 @@ class placed_rows<Layout, ragged_pages> {
     while (group_of(entry, head) != group) ++head;
     return head;
   }
-  /// Writes an entry's table. Needs no memory: `make_room` has allocated it.
+  /// Writes an entry's table. Needs no memory: `lay_out` has allocated it.
   void fill(std::size_t entry) {
     table& here = tables_[entry];
     here.blocks.clear();

@@ -25,10 +25,12 @@ inline offset_t rows_with_room(const host_vector<index_t>& lengths) {
 /// lengths.
 ///   view(entry, lengths)                     its rows, as one sequence; valid until the entry changes
 ///   make_room(entry, lengths, tokens)        allocates memory for `tokens` more in every head
+///   plan_keep(entry, lengths, chosen)        allocates what `keep` needs; nothing visible changes
 ///   keep(entry, lengths, chosen, workers)    drops all but the chosen slots; needs no memory
 ///   truncate(entry, lengths)                 releases what heads of these lengths do not need; needs no memory
 ///   open(entry), clear(entry)                makes an empty entry; releases its memory, and needs none
-///   copy(source, target)                     copies an entry to an empty one, which the caller clears where it throws
+///   copy(source, target)                     copies an entry to an empty one, which the caller clears where it throws;
+///                                            in pages the two share what neither has written since
 ///   lay_out(entry, lengths)                  makes an empty entry one with memory for heads of these lengths
 ///   expect(id, tokens)                       reserves memory for `tokens` more in every head of a sequence, 0: none;
 ///                                            throws where a pool has no more
@@ -41,6 +43,17 @@ class placed_rows {
                 "tessera: the CPU's store does not know this placement; include the header that specialises "
                 "cpu::placed_rows for it");
 };
+
+/// The first slot of any head to which a choice moves another slot's row; without any, the end of a head.
+inline index_t first_moved(const selection& chosen) {
+  index_t first = no_index;
+  for (std::size_t h = 0; h < chosen.counts.size(); ++h) {
+    index_t same = 0;
+    while (same < chosen.counts[h] && chosen.row(index_t(h))[same] == same) ++same;
+    first = first == no_index ? same : (std::min)(first, same);
+  }
+  return first;
+}
 
 /// Each entry has memory of its own. It grows by `spare_room`; `keep` releases memory once a quarter is unused.
 template <class Layout>
@@ -70,6 +83,7 @@ class placed_rows<Layout, runs> {
     move(here, lengths, wanted, everything, alone);
   }
 
+  void plan_keep(std::size_t, const host_vector<index_t>&, const selection&) {}
   void keep(std::size_t entry, const host_vector<index_t>& lengths, const selection& chosen, executor& workers) {
     run& here = run_of(entry);
     offset_t used = 0, capacity = 0;

@@ -31,6 +31,7 @@ class settled_layers {
   settled_layers(const model_shape&, const cache_options&) {}
   void begin_turn(sequence_layer, const store_type&) {}
   void end_chunk(sequence_layer, const store_type&, index_t) {}
+  void copy(index_t, index_t) {}
   const prompt_reach* on_device(const prompt_reach&, cudaStream_t) const { return nullptr; }
 };
 /// The same, for recipes that settle.
@@ -40,7 +41,9 @@ class settled_layers<Recipe, true> {
 
  public:
   settled_layers(const model_shape& shape, const cache_options& options)
-      : order_{options.sequences}, heads_(std::size_t(shape.layers) * std::size_t(options.sequences)) {}
+      : layers_(shape.layers),
+        order_{options.sequences},
+        heads_(std::size_t(shape.layers) * std::size_t(options.sequences)) {}
 
   /// Called when a turn's prompt begins: everything that a layer's heads store now is from earlier turns.
   void begin_turn(sequence_layer owner, const store_type& store) {
@@ -54,6 +57,10 @@ class settled_layers<Recipe, true> {
     heads.settled = store.held_by_head(owner);
     for (index_t& tokens : heads.settled) tokens -= reconsidered;
   }
+  void copy(index_t id, index_t to) {
+    for (index_t layer = 0; layer < layers_; ++layer)
+      heads_[order_.index({layer, to})] = heads_[order_.index({layer, id})];
+  }
   const settled_heads& heads(sequence_layer owner) const { return heads_[order_.index(owner)]; }
   /// Valid until the next call.
   const prompt_reach* on_device(const prompt_reach& reach, cudaStream_t stream) const {
@@ -61,6 +68,7 @@ class settled_layers<Recipe, true> {
   }
 
  private:
+  index_t layers_;
   layer_major order_;
   host_vector<settled_heads> heads_;
   device_buffer<prompt_reach> reach_{1};

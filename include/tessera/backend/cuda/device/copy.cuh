@@ -1,6 +1,9 @@
-// Asynchronous copies from global to shared memory, the layout of rows there, and numbers that the host sets on the
-// device.
+// Asynchronous copies from global to shared memory, the layout of rows there, numbers that the host sets on the device,
+// and copies from sequence to sequence.
 #pragma once
+
+#include <algorithm>
+#include <cstdint>
 
 #include "../../../core/types.hpp"
 #include "check.cuh"
@@ -138,6 +141,33 @@ inline void advance_positions(index_t* next, const index_t* ids, index_t* first,
   detail::advance_positions_entry<128>
       <<<unsigned((batch + 127) / 128), 128, 0, stream>>>(next, ids, first, following, batch, tokens, lengths);
   check(cudaGetLastError(), "launch of advance_positions");
+}
+
+namespace detail {
+
+/// Copies `count` numbers behind `from` of every layer's part of an array to those behind `to`. blockIdx.y: a layer.
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    copy_in_layers_entry(std::uint32_t* data, offset_t layer_stride, offset_t from, offset_t to, offset_t count) {
+  std::uint32_t* part = data + blockIdx.y * layer_stride;
+  for (offset_t i = offset_t(blockIdx.x) * Threads + threadIdx.x; i < count; i += offset_t(gridDim.x) * Threads)
+    part[to + i] = part[from + i];
+}
+
+}  // namespace detail
+
+/// Copies `count` elements behind `from` of every layer's part of an array to those behind `to`, in one launch. They do
+/// not overlap.
+template <class T>
+void copy_in_layers(T* data, index_t layers, offset_t layer_stride, offset_t from, offset_t to, offset_t count,
+                    cudaStream_t stream) {
+  static_assert(sizeof(T) % 4 == 0);
+  constexpr offset_t words = sizeof(T) / 4;
+  if (count <= 0) return;
+  const unsigned blocks = unsigned(std::clamp<offset_t>(count * words / 1024, 1, 64));
+  detail::copy_in_layers_entry<256><<<dim3(blocks, unsigned(layers)), 256, 0, stream>>>(
+      reinterpret_cast<std::uint32_t*>(data), layer_stride * words, from * words, to * words, count * words);
+  check(cudaGetLastError(), "launch of copy_in_layers");
 }
 
 }  // namespace cuda

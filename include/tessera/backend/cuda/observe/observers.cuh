@@ -34,7 +34,7 @@ inline constexpr index_t observed_at_once = 512;
 ///   with_scores                          whether the store holds a score beside each token
 ///   queries_at_once(recipe, options)     an upper bound of the rows of queries that one call scores
 ///   forget(id), forget(owner)            forgets what was observed of a turn, except what lasts from turn to turn
-///   copy(from, to, stream)               copies what lasts to an id that continues another one
+///   copy(from, to, stream)               copies what it knows to an id that continues another one
 ///   transfer(id, next, archive, stream)  saves what lasts, or loads it; next(layer): the layer's next position
 ///   observe_prompt(...)                  called after a chunk's tokens were appended: observes the chunk's queries,
 ///                                        the last of which is at position `next` - 1
@@ -121,6 +121,10 @@ class window_observer : public no_observer<Recipe> {
     for (index_t layer = 0; layer < layers_; ++layer) forget({layer, id});
   }
   void forget(sequence_layer owner) { window_.forget(order_.index(owner)); }
+  void copy(index_t id, index_t to, cudaStream_t stream) {
+    window_.copy(order_, id, to, stream);
+    lse_.copy(order_, id, to, stream);
+  }
 
   void observe_prompt(sequence_layer owner, const store_type&, const planned<Recipe>&, const logit_rule&,
                       const rows_view<const T>& q, index_t, cudaStream_t stream) {
@@ -316,6 +320,10 @@ class statistics_observer : public no_observer<Recipe> {
     for (index_t layer = 0; layer < layers_; ++layer) forget({layer, id});
   }
   void forget(sequence_layer owner) { sums_.forget(order_.index(owner)); }
+  void copy(index_t id, index_t to, cudaStream_t stream) {
+    for (index_t layer = 0; layer < layers_; ++layer)
+      sums_.copy(order_.index({layer, id}), order_.index({layer, to}), stream);
+  }
 
   void observe_prompt(sequence_layer owner, const store_type&, const planned<Recipe>& policies, const logit_rule&,
                       const rows_view<const T>& q, index_t next, cudaStream_t stream) {

@@ -103,21 +103,18 @@ class kv_store {
     columns_.hold_at_least(tokens);
   }
   /// Plans room for `tokens` more in every head of these entries. `commit_room` makes it, or `abandon` forgets it.
-  void plan_room(const sequence_layers& owners, index_t tokens, cudaStream_t = nullptr) {
+  /// `moves_rows`: rows that are stored will move in place, as `keep_in_place` does.
+  void plan_room(const sequence_layers& owners, index_t tokens, bool moves_rows, cudaStream_t = nullptr) {
     for (const sequence_layer owner : owners) require_fits(owner, tokens);
-    rows_.plan();
-    columns_.plan();
-    try {
+    moves_rows_ = moves_rows;
+    plan_changes([&] {
       for (const sequence_layer owner : owners) {
         const std::size_t entry = order_.index(owner);
-        rows_.plan_room(entry, stored_.tokens(entry), tokens);
+        rows_.plan_room(entry, stored_.tokens(entry, moves_rows_), tokens);
         if (columns_.holds_planes() && columns_.free_rows(entry) < tokens)
           columns_.plan_rows(entry, stored_.bound(entry), tokens);
       }
-    } catch (...) {
-      abandon();
-      throw;
-    }
+    });
   }
   bool moves() const { return rows_.moves() || columns_.moves(); }  ///< rows of other entries
   void abandon() {
@@ -127,7 +124,7 @@ class kv_store {
   void commit_room(const sequence_layers& owners, cudaStream_t stream) {
     for (const sequence_layer owner : owners) {
       const std::size_t entry = order_.index(owner);
-      rows_.commit_room(entry, lengths(owner), stored_.tokens(entry), stream);
+      rows_.commit_room(entry, lengths(owner), stored_.tokens(entry, moves_rows_), stream);
       if (columns_.lay_out_rows(entry, lengths(owner), stream)) {
         columns_.move(columns_.begins(entry), lengths(owner), stored_.bound(entry).longest, stream);
         columns_.adopt(columns_.begins(entry), stream);
@@ -205,18 +202,13 @@ class kv_store {
 
   /// Plans what the entries keep: every owner with its bound, in the order of the `keep` calls that follow.
   void plan_keep(const sequence_layers& owners, const host_vector<kept_bound>& kept, cudaStream_t = nullptr) {
-    rows_.plan();
-    columns_.plan();
-    try {
+    plan_changes([&] {
       for (std::size_t i = 0; i < owners.size(); ++i) {
         const std::size_t entry = order_.index(owners[i]);
         rows_.plan_keep(entry, stored_.bound(entry), kept[i]);
         if (columns_.holds_planes()) columns_.plan_rows(entry, kept[i], 0);
       }
-    } catch (...) {
-      abandon();
-      throw;
-    }
+    });
   }
   /// Keeps the chosen slots of one sequence's layer and releases the rest.
   void keep(sequence_layer owner, const kept_slots& kept, cudaStream_t stream) {
@@ -291,18 +283,13 @@ class kv_store {
 
   /// Plans a copy of one id to an empty one. `commit_copy` carries it out, or `abandon` forgets it.
   void plan_copy(index_t from, index_t to, cudaStream_t = nullptr) {
-    rows_.plan();
-    columns_.plan();
-    try {
+    plan_changes([&] {
       for (index_t layer = 0; layer < layers_; ++layer) {
-        const std::size_t entry = order_.index({layer, to});
-        rows_.plan_copy(entry, stored_.tokens(order_.index({layer, from})));
+        const std::size_t source = order_.index({layer, from}), entry = order_.index({layer, to});
+        rows_.plan_copy(source, entry, stored_.tokens(source));
         if (columns_.holds_planes()) columns_.plan_rows(entry, bound({layer, from}), 0);
       }
-    } catch (...) {
-      abandon();
-      throw;
-    }
+    });
   }
   void commit_copy(index_t from, index_t to, cudaStream_t stream) {
     for (index_t layer = 0; layer < layers_; ++layer) {
@@ -311,9 +298,10 @@ class kv_store {
       columns_.copy_run(
           source, entry, lengths({layer, from}), bound({layer, from}).longest,
           [&](std::size_t p) { return columns_.begins(p); }, stream);
-      copy_on_device(lengths({layer, to}), lengths({layer, from}), std::size_t(heads_), stream);
       stored_.copy(source, entry);
     }
+    rows_.copy_tables(from, to, stream);
+    lengths_.copy(from, to, stream);
   }
 
   /// Makes an empty entry one whose heads store `counts` tokens, rows and columns of which are not written yet.
@@ -324,13 +312,12 @@ class kv_store {
     require_tokens_of_head(held.longest, tokens_);
     const std::size_t entry = order_.index(owner);
     stored_.keep(entry, held);
-    rows_.plan();
-    columns_.plan();
     try {
-      rows_.plan_copy(entry, stored_.tokens(entry));
-      if (columns_.holds_planes()) columns_.plan_rows(entry, held, 0);
+      plan_changes([&] {
+        rows_.plan_empty(entry, stored_.tokens(entry));
+        if (columns_.holds_planes()) columns_.plan_rows(entry, held, 0);
+      });
     } catch (...) {
-      abandon();
       stored_.clear(entry);
       throw;
     }
@@ -377,6 +364,18 @@ class kv_store {
   offset_t peak_bytes() const { return rows_.peak_bytes() + columns_.peak_rows() * columns_.row_bytes(); }
 
  private:
+  /// Begins a plan and calls plan(); where it throws, the plan is forgotten.
+  template <class Plan>
+  void plan_changes(const Plan& plan) {
+    rows_.plan();
+    columns_.plan();
+    try {
+      plan();
+    } catch (...) {
+      abandon();
+      throw;
+    }
+  }
   view_type with_columns(view_type view, const index_t* lengths, const offset_t* begins) const {
     view.lengths = lengths;
     view.length_strides = {heads_, 1};
@@ -389,6 +388,7 @@ class kv_store {
   layer_major order_;
   index_t heads_, tokens_;
   column_set with_;
+  bool moves_rows_ = false;  // of the plan of `plan_room`
   stored_bounds stored_;
   rows_type rows_;
   detail::column_runs columns_;

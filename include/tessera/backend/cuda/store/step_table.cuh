@@ -100,6 +100,11 @@ class id_column {
     return by_id_.data() + (offset_t(owner.layer) * sequences_ + owner.id) * width_;
   }
   T* batch(index_t layer) const { return in_batch_.data() + offset_t(layer) * sequences_ * width_; }
+  /// Copies the numbers of one id to another one, in all layers.
+  void copy(index_t id, index_t to, cudaStream_t stream) const {
+    copy_in_layers(by_id_.data(), layers_, offset_t(sequences_) * width_, offset_t(id) * width_, offset_t(to) * width_,
+                   width_, stream);
+  }
   index_t width() const { return width_; }
   offset_t bytes() const { return offset_t(by_id_.bytes() + in_batch_.bytes()); }
 

@@ -40,7 +40,7 @@ index_t basic_cache<Recipe, Backend>::fork(index_t id, default_queue queue) {
   conversations_.require_room(backend_.max_sequences());
   backend_.check_fork(id);
   const index_t copy = conversations_.next_id();
-  backend_.fork(id, copy, conversations_.sequence(id).policies, queue);
+  backend_.fork(id, copy, conversations_.sequence(id), queue);
   try {
     return conversations_.fork(id);
   } catch (...) {

@@ -37,7 +37,7 @@ template <class Recipe, class Backend>
 template <class Sink>
 void basic_cache<Recipe, Backend>::save(index_t id, Sink&& sink, default_queue queue) requires saves {
   const default_float_mode mode;
-  conversations_.sequence(id).check_fork();
+  conversations_.sequence(id).check_save();
   detours_.require_none(id);
   backend_.check_fork(id);
   sequence_state<Recipe> state = conversations_.sequence(id);

@@ -70,7 +70,7 @@ struct cache_parts {
   void plan_slide(sequence_layer owner, index_t added, choice& made) {
     made.selections.resize(1);
     made.made = store.choose_newest(owner, roles.window(owner.layer), added, made.selections[0]);
-    if (made.made) store.plan_keep(owner);
+    if (made.made) store.plan_keep(owner, made.selections[0]);
   }
   /// Of a layer that follows the recipe. Where nothing is `due` it chooses nothing, and every token is a filter's
   /// candidate.
@@ -125,7 +125,7 @@ struct cache_parts {
 
  private:
   void plan_reading(sequence_layer owner, const planned<Recipe>& policies, choice& made) {
-    if (made.made && Recipe::retain_type::drops) store.plan_keep(owner);
+    if (made.made && Recipe::retain_type::drops) store.plan_keep(owner, made.selections[0]);
     read_stage.plan(owner, store, policies, made.made ? &made.selections : nullptr, made.next_candidates);
   }
 };

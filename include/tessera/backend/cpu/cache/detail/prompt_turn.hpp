@@ -51,7 +51,7 @@ class prompt_turn {
     made.made =
         parts_.first.choose(owner, parts_.store, policies, parts_.roles.rule(owner.layer), {reach.end, 0, &reach},
                             made.selections, parts_.traces_ranks ? &made.ranked : nullptr, *parts_.workers);
-    if (made.made) parts_.store.plan_keep(owner);
+    if (made.made) parts_.store.plan_keep(owner, made.selections[0]);
     parts_.commit(owner, made);
     parts_.first.observer().forget(owner);
     parts_.read_stage.abandon(owner, parts_.store);  // its slots have moved; the end of the prompt builds it anew

@@ -11,6 +11,7 @@
 #include "../../kernel/scratch.hpp"
 #include "../kv_store.hpp"
 #include "pack_rows.hpp"
+#include "packing.hpp"
 #include "segment_searches.hpp"
 #include "transfer_segments.hpp"
 #include "window_squares.hpp"
@@ -180,11 +181,17 @@ class kv_store<Layout> {
     stored_[owner].prompt_tokens = 0;
   }
 
-  void plan_keep(sequence_layer owner) {
+  void plan_keep(sequence_layer owner, const selection& chosen) {
     stored_tokens& stored = stored_[owner];
     stored.beside.plan_keep(stored.lengths);
     for (segment_pointer& segment : stored.segments) make_unique(segment);
-    stored.retained_rows->reset(stored.whole);
+    selection& whole = *stored.retained_rows;
+    whole.reset(stored.whole);
+    for (index_t h = 0; h < heads_; ++h) {
+      for (const index_t slot : slots_from(chosen, h, stored.packed[std::size_t(h)]))
+        whole.row(h)[whole.counts[std::size_t(h)]++] = slot - stored.packed[std::size_t(h)];
+    }
+    if (whole.counts != stored.whole) whole_.plan_keep(order_.index(owner), stored.whole, whole);
   }
 
   /// As the plain store's, after `plan_keep`. The remaining rows of a segment move next to each other. The mean of a
@@ -192,8 +199,8 @@ class kv_store<Layout> {
   bool keep(sequence_layer owner, const selection& chosen, executor& workers) {
     stored_tokens& stored = stored_[owner];
     if (chosen.counts == stored.lengths) return false;
-    plan_keep(owner);
-    selection& whole = *stored.retained_rows;
+    plan_keep(owner, chosen);
+    const selection& whole = *stored.retained_rows;
     bool loses = false;  // rows of segments
     for (index_t h = 0; h < heads_; ++h) {
       const index_t* slots = chosen.row(h);
@@ -207,7 +214,6 @@ class kv_store<Layout> {
       }
       loses = loses || stored.packed[std::size_t(h)] != i;
       stored.packed[std::size_t(h)] = i;
-      for (; i < count; ++i) whole.row(h)[whole.counts[std::size_t(h)]++] = slots[i] - begin;
     }
     if (loses) searches_.lost_rows(owner, stored.segments);
     stored.beside.keep(stored.lengths, chosen);
@@ -242,7 +248,7 @@ class kv_store<Layout> {
     }
     const auto whole = whole_.view(order_.index(owner), stored.whole);
     const row_packer<Layout> packer(layout_.rows, with_.mean_block, whole, owner.layer, workers);
-    packing made;
+    packing<segment_type> made;
     made.prompt_ended = prompt_ends;
     made.in_own_basis =
         stored.segments.empty() || (prompt_ends && stored.prompt_tokens >= rows_type::own_segment_tokens);
@@ -274,6 +280,11 @@ class kv_store<Layout> {
     }
     stored.segments.reserve(stored.segments.size() + made.segments.size());
     made.left.reset(stored.whole);
+    host_vector<index_t> retained_rows = stored.whole;
+    for (index_t h = 0; retained && h < heads_; ++h)
+      retained_rows[std::size_t(h)] = index_t(slots_from(*retained, h, stored.packed[std::size_t(h)]).size());
+    made.leave(retained_rows);
+    whole_.plan_keep(order_.index(owner), stored.whole, made.left);
     *stored.pending = std::move(made);
   }
 
@@ -281,7 +292,7 @@ class kv_store<Layout> {
   void commit_packing(sequence_layer owner, executor& workers) {
     stored_tokens& stored = stored_[owner];
     if (!*stored.pending) return;
-    packing& made = **stored.pending;
+    packing<segment_type>& made = **stored.pending;
     if (made.prompt_ended) stored.window_queries = {}, stored.prompt_tokens = 0;
     if (made.segments.empty()) return stored.pending->reset();
     stored.since_packing = 0;
@@ -291,12 +302,8 @@ class kv_store<Layout> {
       for (segment_pointer& segment : made.segments) stored.segments.push_back(std::move(segment));
     }
     searches_.packed(owner, stored.segments, made.in_own_basis);
-    for (index_t h = 0; h < heads_; ++h) {
-      const index_t count = made.counts[std::size_t(h)];
-      made.left.counts[std::size_t(h)] = stored.whole[std::size_t(h)] - count;
-      for (index_t i = 0; i < made.left.counts[std::size_t(h)]; ++i) made.left.row(h)[i] = count + i;
-      stored.packed[std::size_t(h)] += count;
-    }
+    made.leave(stored.whole);
+    for (std::size_t h = 0; h < made.counts.size(); ++h) stored.packed[h] += made.counts[h];
     whole_.keep(order_.index(owner), stored.whole, made.left, workers);
     std::copy(made.left.counts.begin(), made.left.counts.end(), stored.whole.begin());
     stored.pending->reset();
@@ -346,14 +353,6 @@ class kv_store<Layout> {
 
  private:
   /// A plan: segments, and the rows that they replace.
-  struct packing {
-    host_vector<segment_pointer> segments;
-    host_vector<index_t> counts;  // of each head, the oldest whole rows: those in the segments
-    selection left;               // the other rows
-    bool joins = false;           // the new segment joins the last one instead of following it
-    bool prompt_ended = false;
-    bool in_own_basis = false;
-  };
   struct stored_tokens {
     stored_tokens() = default;
     stored_tokens(index_t kv_heads, const column_set& with)
@@ -364,7 +363,7 @@ class kv_store<Layout> {
     window_squares window_queries;
     index_t prompt_tokens = 0;  // of the present turn
     index_t since_packing = 0;  // tokens since rows were packed last
-    scratch<std::optional<packing>> pending;
+    scratch<std::optional<packing<segment_type>>> pending;
     scratch<selection> retained_rows;  // whole rows that `keep` keeps
   };
 

@@ -144,7 +144,7 @@ struct cache_parts {
   /// Makes room for `tokens` more in every head of these layers. Sliding layers drop tokens behind their window first.
   void make_room(const sequence_layers& owners, index_t tokens, cudaStream_t stream) {
     slide(owners, stream);
-    plan_beside_step(store, [&] { store.plan_room(owners, tokens, stream); });
+    plan_beside_step(store, [&] { store.plan_room(owners, tokens, false, stream); });
     store.commit_room(owners, stream);
     for (const sequence_layer owner : owners) order.disturbed(owner.id);
   }

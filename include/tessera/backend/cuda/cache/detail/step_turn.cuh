@@ -225,7 +225,8 @@ class step_turn {
     for (const sequence_layer owner : owners) {
       if (parts_.roles.follows_recipe(owner.layer)) parts_.read_stage.require_fits(owner, parts_.store, step.tokens);
     }
-    parts_.store.plan_room(owners, step.tokens, stream);
+    const bool drops = parts_type::in_steps && !filters && (step.evicts_first || step.evicts_last);
+    parts_.store.plan_room(owners, step.tokens, drops, stream);
     try {
       plan_lists(owners, step, known);
     } catch (...) {

@@ -4,7 +4,9 @@
 #include <algorithm>
 
 #include "../../../../core/host/host_vector.hpp"
+#include "../../../../core/sequence_layer.hpp"
 #include "../../../../core/views.hpp"
+#include "../../device/copy.cuh"
 #include "../../device/memory.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -60,8 +62,14 @@ class query_window {
     const run& newest = runs_[entry];
     return nhd_rows<const T>(row_address(entry, newest.first), newest.count, heads_, dim_);
   }
-  /// Does nothing, because no queries are stored between turns.
-  void copy(index_t, index_t, cudaStream_t) const {}
+  /// Copies the rows of one sequence to another one, in all layers.
+  void copy(layer_major order, index_t id, index_t to, cudaStream_t stream) {
+    const index_t layers = index_t(runs_.size()) / order.sequences;
+    for (index_t layer = 0; layer < layers; ++layer) runs_[order.index({layer, to})] = runs_[order.index({layer, id})];
+    const offset_t words = 2 * window_ * row() * offset_t(sizeof(T)) / 4;  // of an entry
+    copy_in_layers(reinterpret_cast<std::uint32_t*>(rows_.data()), layers, order.sequences * words, id * words,
+                   to * words, words, stream);
+  }
   void forget(std::size_t entry) { runs_[entry] = {}; }
 
   offset_t bytes_per_entry() const { return 2 * window_ * row() * offset_t(sizeof(T)); }
@@ -137,6 +145,12 @@ class window_lse {
   }
   /// Called when the window has changed.
   void forget(std::size_t entry) { rows_[entry] = 0; }
+  void copy(layer_major order, index_t id, index_t to, cudaStream_t stream) {
+    const index_t layers = index_t(rows_.size()) / order.sequences;
+    for (index_t layer = 0; layer < layers; ++layer) rows_[order.index({layer, to})] = rows_[order.index({layer, id})];
+    const offset_t count = offset_t(row());
+    copy_in_layers(lse_.data(), layers, order.sequences * count, id * count, to * count, count, stream);
+  }
 
   /// The log-sum-exps of an entry whose window has `rows` rows, [1, rows, q_heads]; data null: not known.
   rows_view<const float> lse(std::size_t entry, index_t rows) const {
@@ -161,6 +175,7 @@ struct no_window_lse {
   no_window_lse(index_t, index_t, index_t) {}
   rows_view<float> output(index_t) const { return {}; }
   void forget(std::size_t) {}
+  void copy(layer_major, index_t, index_t, cudaStream_t) const {}
   void store(std::size_t, const query_window<T>&, const rows_view<const T>&, const rows_view<float>&,
              cudaStream_t) const {}
   rows_view<const float> lse(std::size_t, index_t) const { return {}; }

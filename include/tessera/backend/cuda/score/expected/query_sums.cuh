@@ -143,6 +143,12 @@ class query_sums {
     return {reinterpret_cast<const offset_t*>(data), data + heads, data + heads * (1 + D)};
   }
   void forget(std::size_t entry) { empty_[entry] = 1; }
+  void copy(std::size_t from, std::size_t to, cudaStream_t stream) {
+    empty_[to] = empty_[from];
+    if (!empty_[from])
+      copy_on_device(memory_.data() + to * entry_doubles(), memory_.data() + from * entry_doubles(), entry_doubles(),
+                     stream);
+  }
 
   const float* frequencies() const { return frequencies_.data(); }
   offset_t bytes_per_entry() const { return offset_t(entry_doubles() * sizeof(double)); }

@@ -6,6 +6,7 @@
 
 #include "../../../../core/host/host_vector.hpp"
 #include "../../../../layout/fixed_pages.hpp"
+#include "../../../../runtime/counted_pages.hpp"
 #include "placed_runs.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -25,7 +26,8 @@ __global__ void __launch_bounds__(Threads)
 }  // namespace detail
 
 /// Pages [pages, Page, kv_heads, dim], and a row of page numbers for every entry, which the device reads. The host
-/// knows who owns which page. Nothing moves when an entry grows.
+/// knows who has which page. Nothing moves when an entry grows. A copy shares its pages with the original; who writes
+/// to a shared page gets one of its own first.
 template <class Layout, int Page>
 class placed_rows<Layout, fixed_pages<Page>> {
  public:
@@ -45,6 +47,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
         heads_(kv_heads),
         widest_(index_t(fixed_pages<Page>::pages_for(tokens))),
         pages_(index_t((rows + page_rows() - 1) / page_rows())),
+        counted_(pages_),
         entry_pages_(std::size_t(layers) * std::size_t(sequences)),
         k_(std::size_t(pages_ * page_rows()) * Layout::k_dim),
         v_(std::size_t(pages_ * page_rows()) * Layout::v_dim),
@@ -53,7 +56,6 @@ class placed_rows<Layout, fixed_pages<Page>> {
         firsts_(1, sequences, 1) {
     require(offset_t(sequences) * widest_ <= offset_t(1) << 30, "pages of all tables", offset_t(sequences) * widest_,
             "at most 2^30", "lower cache_options::tokens or sequences");
-    for (index_t page = pages_ - 1; page >= 0; --page) free_.push_back(page);
     host_vector<index_t> firsts;
     for (index_t id = 0; id < sequences; ++id) firsts.push_back(id * widest_);
     check(cudaMemcpy(firsts_.entry({}), firsts.data(), firsts.size() * sizeof(index_t), cudaMemcpyHostToDevice),
@@ -64,91 +66,117 @@ class placed_rows<Layout, fixed_pages<Page>> {
   view_type batch_view(index_t layer, index_t batch) const { return view(layer, firsts_.batch(0), batch); }
   detail::gathered_column column() const { return firsts_.gathered(); }
 
-  void plan() { planned_ = 0; }
+  void plan() { planned_ = copies_planned_ = 0; }
   static constexpr bool moves() { return false; }
-  void abandon() { planned_ = 0; }
+  void abandon() { plan(); }
 
-  void plan_room(std::size_t entry, const token_bound& held, index_t tokens) {
-    const offset_t more = missing(entry, offset_t(held.longest) + tokens);
-    require(planned_ + more <= offset_t(free_.size()), "pages of the cache", std::to_string(more) + " more",
-            "at most what is free, which is " + std::to_string(offset_t(free_.size()) - planned_) + " of " +
-                std::to_string(pages_),
-            "raise cache_options::rows, or close a sequence");
+  void plan_room(std::size_t entry, const stored_tokens& held, index_t tokens) {
     host_vector<index_t>& table = entry_pages_[entry];
-    const std::size_t wanted = table.size() + std::size_t(more);
+    const std::size_t wanted = pages_for(offset_t(held.longest) + tokens);
+    plan_pages(table, first_page(held), wanted);
     if (wanted > table.capacity()) table.reserve((std::max)(wanted, 2 * table.size()));  // commit_room allocates none
-    planned_ += more;
     tokens_planned_ = tokens;
   }
-  void commit_room(std::size_t entry, const index_t*, const token_bound& held, cudaStream_t stream) {
-    host_vector<index_t>& table = entry_pages_[entry];
-    offset_t more = missing(entry, offset_t(held.longest) + tokens_planned_);
-    for (; more > 0;) {
-      detail::some_pages some{};
-      const index_t count = index_t((std::min<offset_t>)(more, detail::pages_at_a_time));
-      for (index_t i = 0; i < count; ++i) {
-        some.pages[i] = free_.back();
-        free_.pop_back();
-      }
-      detail::set_pages_entry<128>
-          <<<1, 128, 0, stream>>>(some, count, tables_.data() + offset_t(entry) * widest_ + offset_t(table.size()));
-      check(cudaGetLastError(), "launch of set_pages");
-      table.insert(table.end(), some.pages, some.pages + count);
-      more -= count;
-    }
-    peak_used_ = (std::max)(peak_used_, offset_t(pages_) - offset_t(free_.size()));
+  void commit_room(std::size_t entry, const index_t*, const stored_tokens& held, cudaStream_t stream) {
+    acquire(entry, first_page(held), pages_for(offset_t(held.longest) + tokens_planned_), stream);
   }
   void grew(std::size_t, index_t) {}
 
-  void plan_keep(std::size_t, const token_bound&, const token_bound&) {}
+  void plan_keep(std::size_t entry, const token_bound&, const token_bound& kept) {
+    host_vector<index_t>& table = entry_pages_[entry];
+    plan_pages(table, 0, (std::min)(table.size(), pages_for(kept.longest)));
+  }
   /// Rows move down in their own pages. Pages beyond `kept` return to the pool.
   template <class Mover, class Problem>
   void keep(std::size_t entry, const Problem& problem, const Mover& mover, const token_bound& kept,
             cudaStream_t stream) {
+    const std::size_t left = (std::min)(entry_pages_[entry].size(), pages_for(kept.longest));
+    acquire(entry, 0, left, stream);
     mover.in_place.run(problem, mover.scratch.data(), stream);
-    release(entry_pages_[entry], std::size_t(fixed_pages<Page>::pages_for(kept.longest)));
+    release(entry_pages_[entry], left);
   }
   void shrank(std::size_t entry, index_t, const token_bound& kept) {
-    release(entry_pages_[entry], std::size_t(fixed_pages<Page>::pages_for(kept.longest)));
+    release(entry_pages_[entry], pages_for(kept.longest));
   }
   /// No page is released: they count as room for the new tokens.
   void dropped(std::size_t, index_t) {}
 
-  void plan_copy(std::size_t to, const token_bound& held) { plan_room(to, held, 0); }
-  void commit_copy(std::size_t from, std::size_t to, const index_t* lengths, const token_bound& held,
-                   cudaStream_t stream) {
-    commit_room(to, lengths, held, stream);
-    const block_pool<Layout> pool{k_.data(), v_.data(), scales_.data(), pages_, page_rows()};
-    pool.copy(1, index_t(fixed_pages<Page>::pages_for(held.longest)), nullptr, Page,
-              tables_.data() + offset_t(from) * widest_, tables_.data() + offset_t(to) * widest_, widest_, stream);
+  void plan_copy(std::size_t from, std::size_t to, const token_bound&) {
+    entry_pages_[to].reserve(entry_pages_[from].size());
+  }
+  void commit_copy(std::size_t from, std::size_t to, const index_t*, const token_bound&, cudaStream_t) {
+    entry_pages_[to] = entry_pages_[from];
+    for (const index_t page : entry_pages_[to]) counted_.share(page);
+  }
+  void copy_tables(index_t id, index_t to, cudaStream_t stream) const {
+    std::size_t longest = 0;
+    for (std::size_t entry = std::size_t(id); entry < entry_pages_.size(); entry += std::size_t(sequences_))
+      longest = (std::max)(longest, entry_pages_[entry].size());
+    copy_in_layers(tables_.data(), index_t(entry_pages_.size()) / sequences_, offset_t(sequences_) * widest_,
+                   offset_t(id) * widest_, offset_t(to) * widest_, offset_t(longest), stream);
   }
 
-  void commit_empty(std::size_t entry, const index_t* lengths, const token_bound& held, cudaStream_t stream) {
+  void plan_empty(std::size_t entry, const stored_tokens& held) { plan_room(entry, held, 0); }
+  void commit_empty(std::size_t entry, const index_t* lengths, const stored_tokens& held, cudaStream_t stream) {
     commit_room(entry, lengths, held, stream);
   }
 
   void clear(std::size_t entry) { release(entry_pages_[entry], 0); }
   offset_t bytes(std::size_t entry) const {
-    return offset_t(entry_pages_[entry].size()) * page_rows() * Layout::token_bytes();
+    return counted_.bytes(entry_pages_[entry], page_rows() * Layout::token_bytes());
   }
   capacity upper_bound(const host_vector<layer_peak>& peaks) const {
     offset_t pages = 0;
     for (const layer_peak& peak : peaks) pages += fixed_pages<Page>::pages_for(peak.stored.longest);
     return {pages * page_rows() * Layout::token_bytes(), pages};
   }
-  capacity available() const { return {capacity::unlimited, offset_t(free_.size())}; }
+  capacity available() const { return {capacity::unlimited, offset_t(pages_) - counted_.used()}; }
   offset_t peak_bytes() const { return peak_used_ * page_rows() * Layout::token_bytes(); }
 
  private:
   offset_t page_rows() const { return offset_t(Page) * heads_; }
-  offset_t missing(std::size_t entry, offset_t tokens) const {
-    return (std::max<offset_t>)(0, fixed_pages<Page>::pages_for(tokens) - offset_t(entry_pages_[entry].size()));
+  static std::size_t pages_for(offset_t tokens) { return std::size_t(fixed_pages<Page>::pages_for(tokens)); }
+  static std::size_t first_page(const stored_tokens& held) { return std::size_t(held.least / Page); }
+
+  /// Plans that a table has `wanted` pages, and those from `first` on for its entry alone.
+  void plan_pages(const host_vector<index_t>& table, std::size_t first, std::size_t wanted) {
+    const index_t copies = counted_.shared_of(table, first, wanted);
+    const offset_t more = offset_t(wanted - (std::min)(wanted, table.size())) + copies;
+    const offset_t available = offset_t(pages_) - counted_.used() - planned_;
+    if (more > available) {
+      fail("pages of the cache", std::to_string(more) + " more",
+           "at most what is free, which is " + std::to_string(available) + " of " + std::to_string(pages_),
+           "raise cache_options::rows, or close a sequence");
+    }
+    copies_planned_ += copies;
+    if (copies > 0) copies_.make_room(std::size_t(copies_planned_));
+    planned_ += more;
+  }
+  void acquire(std::size_t entry, std::size_t first, std::size_t wanted, cudaStream_t stream) {
+    host_vector<index_t>& table = entry_pages_[entry];
+    const bool copies = counted_.shared_of(table, first, wanted) > 0;
+    if (!copies && wanted <= table.size()) return;
+    index_t* on_device = tables_.data() + offset_t(entry) * widest_;
+    for (std::size_t i = first; copies && i < (std::min)(wanted, table.size()); ++i) {
+      if (!counted_.is_shared(table[i])) continue;
+      const index_t target = counted_.acquire();
+      copies_.add(table[i], target, index_t(i));
+      counted_.release(table[i]);
+      table[i] = target;
+    }
+    copies_.run<Layout>(k_.data(), v_.data(), scales_.data(), pages_, page_rows(), on_device, stream);
+    while (table.size() < wanted) {
+      detail::some_pages some{};
+      const index_t count = index_t((std::min)(wanted - table.size(), std::size_t(detail::pages_at_a_time)));
+      for (index_t i = 0; i < count; ++i) some.pages[i] = counted_.acquire();
+      detail::set_pages_entry<128><<<1, 128, 0, stream>>>(some, count, on_device + table.size());
+      check(cudaGetLastError(), "launch of set_pages");
+      table.insert(table.end(), some.pages, some.pages + count);
+    }
+    peak_used_ = (std::max)(peak_used_, offset_t(counted_.used()));
   }
   void release(host_vector<index_t>& table, std::size_t left) {
-    while (table.size() > left) {
-      free_.push_back(table.back());
-      table.pop_back();
-    }
+    for (; table.size() > left; table.pop_back()) counted_.release(table.back());
   }
   view_type view(index_t layer, const index_t* firsts, index_t batch) const {
     view_type view;
@@ -167,9 +195,10 @@ class placed_rows<Layout, fixed_pages<Page>> {
 
   index_t sequences_, heads_, widest_;
   index_t pages_;
-  offset_t planned_ = 0, peak_used_ = 0;
+  offset_t planned_ = 0, copies_planned_ = 0, peak_used_ = 0;
   index_t tokens_planned_ = 0;
-  host_vector<index_t> free_;
+  counted_pages counted_;
+  page_copies copies_;
   host_vector<host_vector<index_t>> entry_pages_;  // by entry
   device_buffer<stored_type> k_, v_;
   device_buffer<float> scales_;

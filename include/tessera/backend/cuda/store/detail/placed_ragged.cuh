@@ -2,81 +2,16 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <string>
 
 #include "../../../../core/host/host_vector.hpp"
 #include "../../../../layout/ragged_pages.hpp"
-#include "../../../../runtime/kept_lengths.hpp"
 #include "../../../../runtime/ragged_pool.hpp"
 #include "placed_runs.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
-
-// Upper bounds, known to the host, of what every entry of a store holds. An entry is a (layer, sequence).
-
-/// The bounds of one entry: of all its heads together, and of each head.
-struct stored_tokens : token_bound {
-  const index_t* first;  ///< [kv_heads], bounds when slots were last chosen
-  index_t since;         ///< tokens that every head has gained since
-  index_t head(index_t h) const { return (std::min)(longest, first[h] + since); }
-};
-
-/// The bounds of all entries. A step costs one addition per entry.
-class stored_bounds {
- public:
-  stored_bounds(index_t entries, index_t kv_heads)
-      : heads_(kv_heads),
-        bounds_(std::size_t(entries)),
-        since_(std::size_t(entries)),
-        first_(std::size_t(entries) * std::size_t(kv_heads)) {}
-
-  const host_vector<token_bound>& bounds() const { return bounds_; }
-  const token_bound& bound(std::size_t entry) const { return bounds_[entry]; }
-  stored_tokens tokens(std::size_t entry) const {
-    return {bounds_[entry], first_.data() + entry * std::size_t(heads_), since_[entry]};
-  }
-  host_vector<index_t> by_head(std::size_t entry) const {
-    host_vector<index_t> all;
-    for (index_t h = 0; h < heads_; ++h) all.push_back(tokens(entry).head(h));
-    return all;
-  }
-
-  void grew(std::size_t entry, index_t tokens) {
-    bounds_[entry].longest += tokens;
-    bounds_[entry].total += offset_t(heads_) * tokens;
-    since_[entry] += tokens;
-  }
-  void keep(std::size_t entry, const kept_bound& kept) {
-    const stored_tokens previous = tokens(entry);
-    for (index_t h = 0; h < heads_; ++h) {
-      first_[entry * std::size_t(heads_) + std::size_t(h)] =
-          kept.by_head.empty() ? (std::min)(previous.head(h), kept.longest) : kept.by_head[std::size_t(h)];
-    }
-    since_[entry] = 0;
-    bounds_[entry] = kept;
-  }
-  /// Slots were dropped in place: no head has more than the longest one now.
-  void shrank(std::size_t entry, const token_bound& kept) {
-    bounds_[entry] = {(std::min)(bounds_[entry].longest, kept.longest), (std::min)(bounds_[entry].total, kept.total)};
-  }
-  void copy(std::size_t from, std::size_t to) {
-    bounds_[to] = bounds_[from];
-    since_[to] = since_[from];
-    std::copy_n(first_.begin() + offset_t(from) * heads_, heads_, first_.begin() + offset_t(to) * heads_);
-  }
-  void clear(std::size_t entry) {
-    bounds_[entry] = {};
-    since_[entry] = 0;
-    std::fill_n(first_.begin() + offset_t(entry) * heads_, heads_, 0);
-  }
-
- private:
-  index_t heads_;
-  host_vector<token_bound> bounds_;  // by entry
-  host_vector<index_t> since_;       // by entry
-  host_vector<index_t> first_;       // [entries, kv_heads]
-};
 
 namespace detail {
 
@@ -94,8 +29,9 @@ __global__ void __launch_bounds__(Threads)
 
 /// Pages of all layers and sequences come from one pool, whose memory is allocated when this is made. The host knows
 /// who owns which page (runtime/ragged_pool.hpp). The device reads a flat table of blocks, one row for every (layer,
-/// sequence, kv_head). One launch writes the table's new elements after a change. Nothing moves when an entry grows.
-/// Bytes    of an entry: the columns of its heads in the pages that their groups own.
+/// sequence, kv_head). One launch writes the table's new elements after a change. Nothing moves when an entry grows. A
+/// copy shares its pages with the original; who writes to a shared page gets one of its own first.
+/// Bytes    of an entry: the columns of its heads in the pages of their groups, of shared pages its part.
 template <class Layout>
 class placed_rows<Layout, ragged_pages> {
  public:
@@ -122,7 +58,8 @@ class placed_rows<Layout, ragged_pages> {
         pool_(groups_.count(), pages_),
         capacity_(std::size_t(layers) * std::size_t(sequences) * std::size_t(kv_heads)),
         wanted_(std::size_t(sequences) * std::size_t(groups_.count())),
-        wanted_by_(std::size_t(sequences)),
+        written_(wanted_.size()),
+        needs_(std::size_t(sequences)),
         k_(std::size_t(offset_t(pages_) * page_rows()) * Layout::k_dim),
         v_(std::size_t(offset_t(pages_) * page_rows()) * Layout::v_dim),
         scales_(encoding_type::scaled ? std::size_t(2 * offset_t(pages_) * page_rows()) : 0),
@@ -143,11 +80,11 @@ class placed_rows<Layout, ragged_pages> {
   detail::gathered_column column() const { return firsts_.gathered(); }
 
   void plan() {
-    for (const std::size_t at : touched_) wanted_[at] = 0;
+    for (const std::size_t at : touched_) wanted_[at] = 0, written_[at] = {};
     touched_.clear();
-    std::fill(wanted_by_.begin(), wanted_by_.end(), 0);
+    std::fill(needs_.begin(), needs_.end(), sequence_needs{});
     more_ = 0;
-    entries_planned_ = 0;
+    entries_planned_ = copies_planned_ = 0;
   }
   static constexpr bool moves() { return false; }
   void abandon() { plan(); }
@@ -157,33 +94,31 @@ class placed_rows<Layout, ragged_pages> {
     for (index_t h = 0; h < heads_; ++h) {
       const index_t group = group_of(entry, h), capacity = capacity_[entry * std::size_t(heads_) + std::size_t(h)];
       want(id_of(entry), group, groups_.pages_for(group, held.head(h) + tokens, page_));
+      if (pool_.any_shared()) write(id_of(entry), group, page_with(group, held.least), page_count(id_of(entry), group));
       entries_planned_ +=
           std::size_t((std::max)(0, ceil_div(held.head(h) + tokens, page_) - ceil_div(capacity, page_)));
     }
-    entries_.reserve(entries_planned_);
-    require(pool_.claimed() + more_ <= pages_, "pages of the pool", pages_,
-            "at least " + std::to_string(pool_.claimed() + more_),
-            "raise cache_options::rows or the placement's max_pages, or close a sequence");
+    require_planned();
     tokens_planned_ = tokens;
   }
   void commit_room(std::size_t entry, const index_t*, const stored_tokens& held, cudaStream_t) {
     const index_t id = id_of(entry);
     for (index_t h = 0; h < heads_; ++h) {
       const index_t tokens = held.head(h) + tokens_planned_, group = group_of(entry, h);
+      own_pages(id, group);
       index_t& capacity = capacity_[entry * std::size_t(heads_) + std::size_t(h)];
       if (tokens <= capacity) continue;
       pool_.acquire(id, group, groups_.pages_for(group, tokens, page_));
       const auto pages = pool_.pages(id, group);
-      const offset_t row = (offset_t(entry) * heads_ + h) * widest_;
-      for (index_t i = ceil_div(capacity, page_); i < ceil_div(tokens, page_); ++i) {
-        entries_.push_back({index_t(row + i), groups_.block(head_of(entry, h), i, pages)});
-      }
+      for (index_t i = ceil_div(capacity, page_); i < ceil_div(tokens, page_); ++i)
+        entries_.push_back({index_t(row_of(entry, h) + i), groups_.block(head_of(entry, h), i, pages)});
       capacity = tokens;
     }
     peak_used_ = (std::max)(peak_used_, offset_t(pool_.made()) - pool_.idle());
   }
-  /// Writes what is new in the tables. Called when all entries of a plan have been committed.
+  /// Copies pages, and writes what is new in the tables. Called when all entries of a plan have been committed.
   void finish(cudaStream_t stream) {
+    copies_.run<Layout>(k_.data(), v_.data(), scales_.data(), pages_, page_rows(), nullptr, stream);
     for (std::size_t first = 0; first < entries_.size(); first += detail::entries_at_a_time) {
       detail::some_entries some;
       const std::size_t count = (std::min)(entries_.size() - first, std::size_t(detail::entries_at_a_time));
@@ -198,11 +133,20 @@ class placed_rows<Layout, ragged_pages> {
   }
   void grew(std::size_t, index_t) {}
 
-  void plan_keep(std::size_t, const token_bound&, const token_bound&) {}
+  void plan_keep(std::size_t entry, const token_bound&, const kept_bound& kept) {
+    if (!pool_.any_shared()) return;
+    for (index_t h = 0; h < heads_; ++h) {
+      const index_t left = kept.by_head.empty() ? kept.longest : kept.by_head[std::size_t(h)];
+      write(id_of(entry), group_of(entry, h), 0, groups_.pages_for(group_of(entry, h), left, page_));
+    }
+    require_planned();
+  }
   /// Rows move down in their own pages. A group's pages beyond its longest head return to the pool.
   template <class Mover, class Problem>
   void keep(std::size_t entry, const Problem& problem, const Mover& mover, const stored_tokens& kept,
             cudaStream_t stream) {
+    for (index_t h = 0; h < heads_; ++h) own_pages(id_of(entry), group_of(entry, h));
+    finish(stream);
     mover.in_place.run(problem, mover.scratch.data(), stream);
     for (index_t h = 0; h < heads_; ++h) capacity_[entry * std::size_t(heads_) + std::size_t(h)] = kept.head(h);
     release_pages(entry);
@@ -216,15 +160,18 @@ class placed_rows<Layout, ragged_pages> {
   }
   /// No page is released: they count as room for the new tokens.
   void dropped(std::size_t, index_t) {}
-  void plan_copy(std::size_t to, const stored_tokens& held) { plan_room(to, held, 0); }
-  void commit_copy(std::size_t from, std::size_t to, const index_t* lengths, const stored_tokens& held,
-                   cudaStream_t stream) {
-    commit_room(to, lengths, held, stream);
-    finish(stream);  // its table is read now
-    const block_pool<Layout> pool{k_.data(), v_.data(), scales_.data(), offset_t(pages_) * groups_.heads, page_};
-    const auto table = [&](std::size_t entry) { return tables_.data() + offset_t(entry) * heads_ * widest_; };
-    pool.copy(heads_, ceil_div(held.longest, page_), lengths, page_, table(from), table(to), widest_, stream);
+
+  /// The pages of a sequence belong to all of its layers: those of the first one share them all.
+  void plan_copy(std::size_t, std::size_t, const token_bound&) {}
+  void commit_copy(std::size_t from, std::size_t to, const index_t*, const token_bound&, cudaStream_t) {
+    if (from == std::size_t(id_of(from))) pool_.share(id_of(from), id_of(to));
+    std::copy_n(capacity_.begin() + offset_t(from) * heads_, heads_, capacity_.begin() + offset_t(to) * heads_);
   }
+  void copy_tables(index_t id, index_t to, cudaStream_t stream) const {
+    copy_in_layers(tables_.data(), layers_, row_of(std::size_t(sequences_), 0), row_of(std::size_t(id), 0),
+                   row_of(std::size_t(to), 0), offset_t(heads_) * widest_, stream);
+  }
+  void plan_empty(std::size_t entry, const stored_tokens& held) { plan_room(entry, held, 0); }
   void commit_empty(std::size_t entry, const index_t* lengths, const stored_tokens& held, cudaStream_t stream) {
     commit_room(entry, lengths, held, stream);
     finish(stream);
@@ -235,24 +182,35 @@ class placed_rows<Layout, ragged_pages> {
     pool_.reserve(id_of(entry), 0);
   }
 
-  /// Sets `pages` aside for a sequence, those that it owns included.
-  void reserve(index_t id, index_t pages) { pool_.reserve(id, pages); }
+  /// Sets `pages` aside for a sequence, those that it owns included, and one for each page that it shares.
+  void reserve(index_t id, index_t pages) { pool_.reserve(id, pages, pool_.shared_pages(id)); }
+  /// A fork in the middle of an announced prompt: both have what was set aside, and may replace all that they share.
+  void share_reservation(index_t id, index_t copy) {
+    reserve(copy, pool_.reserved(id));
+    reserve(id, pool_.reserved(id));
+  }
   /// Sets aside the pages that a sequence needs for `tokens` more in every head; 0: only those that it owns.
   /// `held_of(layer)`: what its heads store.
   template <class HeldOf>
   void expect(index_t id, index_t tokens, const HeldOf& held_of) {
-    host_vector<index_t> longest(std::size_t(groups_.count()), 0);
+    host_vector<index_t> longest(std::size_t(groups_.count()), 0), shortest(longest.size(), nothing);
     for (index_t layer = 0; layer < layers_; ++layer) {
       const stored_tokens held = held_of(layer);
       for (index_t h = 0; h < heads_; ++h) {
-        index_t& largest = longest[std::size_t(groups_.group[std::size_t(layer * heads_ + h)])];
-        largest = (std::max)(largest, (std::min)(held.head(h) + tokens, widest_ * page_));
+        const std::size_t group = std::size_t(groups_.group[std::size_t(layer * heads_ + h)]);
+        longest[group] = (std::max)(longest[group], (std::min)(held.head(h) + tokens, widest_ * page_));
+        shortest[group] = (std::min)(shortest[group], held.least);
       }
     }
     offset_t pages = tokens > 0 ? pool_.reserved(id) : 0, with = 0;
-    for (index_t group = 0; group < groups_.count(); ++group)
+    index_t copies = 0;
+    for (index_t group = 0; group < groups_.count(); ++group) {
       with += groups_.pages_for(group, longest[std::size_t(group)], page_);
-    pool_.reserve(id, index_t((std::max)(pages, with)));
+      if (tokens > 0 && pool_.any_shared())
+        copies += pool_.shared_pages(id, group, page_with(group, shortest[std::size_t(group)]), page_count(id, group));
+    }
+    if (tokens > 0) copies = (std::max)(copies, pool_.reserved_copies(id));
+    pool_.reserve(id, index_t((std::max)(pages, with)), copies);
   }
 
   const head_groups& groups() const { return groups_; }
@@ -262,12 +220,12 @@ class placed_rows<Layout, ragged_pages> {
   const ragged_pool& pages() const { return pool_; }
 
   offset_t bytes(std::size_t entry) const {
-    offset_t blocks = 0;
+    offset_t bytes = 0;
     for (index_t h = 0; h < heads_; ++h) {
       const index_t group = group_of(entry, h);
-      blocks += offset_t(page_count(id_of(entry), group)) * groups_.blocks_of_page(group);
+      bytes += pool_.bytes(id_of(entry), group, groups_.blocks_of_page(group) * page_ * Layout::token_bytes());
     }
-    return blocks * page_ * Layout::token_bytes();
+    return bytes;
   }
   capacity upper_bound(const host_vector<layer_peak>& peaks) const {
     const offset_t pages = upper_bound_pages(groups_, page_, peaks);
@@ -280,24 +238,90 @@ class placed_rows<Layout, ragged_pages> {
   struct table_entry {
     index_t index, block;
   };
+  /// What a plan needs for one sequence: pages beyond those that it has, and copies of those that it shares.
+  struct sequence_needs {
+    index_t pages = 0, copies = 0;
+    offset_t claim = 0;  ///< that both add
+  };
+  static constexpr index_t nothing = (std::numeric_limits<index_t>::max)();
+  struct page_range {
+    index_t first = nothing, last = 0;
+  };
 
   offset_t page_rows() const { return offset_t(page_) * groups_.heads; }
   index_t pages_of(offset_t rows) const { return index_t((rows + page_rows() - 1) / page_rows()); }
   index_t id_of(std::size_t entry) const { return index_t(entry) % sequences_; }
+  std::size_t entry_of(index_t layer, index_t id) const {
+    return std::size_t(layer) * std::size_t(sequences_) + std::size_t(id);
+  }
   index_t head_of(std::size_t entry, index_t head) const { return index_t(entry) / sequences_ * heads_ + head; }
   index_t group_of(std::size_t entry, index_t head) const { return groups_.group[std::size_t(head_of(entry, head))]; }
+  /// Where a head's row of the tables begins.
+  offset_t row_of(std::size_t entry, index_t head) const { return (offset_t(entry) * heads_ + head) * widest_; }
+  /// Which page of a group has the slot.
+  index_t page_with(index_t group, index_t slot) const { return slot / (page_ * groups_.blocks_of_page(group)); }
+  std::size_t place_of(index_t id, index_t group) const {
+    return std::size_t(id) * std::size_t(groups_.count()) + std::size_t(group);
+  }
 
   /// Plans that a group of a sequence owns at least `pages` pages.
   void want(index_t id, index_t group, index_t pages) {
-    const std::size_t at = std::size_t(id) * std::size_t(groups_.count()) + std::size_t(group);
+    const std::size_t at = place_of(id, group);
     const index_t planned = (std::max)(wanted_[at], page_count(id, group));
     if (pages <= planned) return;
     pool_.make_room(id, group, pages);
-    if (wanted_[at] == 0) touched_.push_back(at);
+    touched_.push_back(at);
     wanted_[at] = pages;
-    const index_t claim = (std::max)(pool_.page_count(id) + wanted_by_[std::size_t(id)], pool_.reserved(id));
-    wanted_by_[std::size_t(id)] += pages - planned;
-    more_ += (std::max)(pool_.page_count(id) + wanted_by_[std::size_t(id)], pool_.reserved(id)) - claim;
+    need(id, pages - planned, 0);
+  }
+  /// Plans that a group of a sequence shares none of its pages from `first` to below `last`.
+  void write(index_t id, index_t group, index_t first, index_t last) {
+    const std::size_t at = place_of(id, group);
+    const page_range before = written_[at];
+    const page_range now{(std::min)(before.first, first),
+                         (std::max)(before.last, (std::min)(last, page_count(id, group)))};
+    if (now.first >= now.last) return;
+    touched_.push_back(at);
+    written_[at] = now;
+    const index_t copies = pool_.shared_pages(id, group, now.first, now.last) -
+                           pool_.shared_pages(id, group, (std::min)(before.first, before.last), before.last);
+    if (copies == 0) return;
+    need(id, 0, copies);
+    copies_planned_ += std::size_t(copies);
+    entries_planned_ += std::size_t(copies) * std::size_t(groups_.heads);
+  }
+  void need(index_t id, index_t pages, index_t copies) {
+    sequence_needs& needs = needs_[std::size_t(id)];
+    needs.pages += pages;
+    needs.copies += copies;
+    more_ -= needs.claim;
+    needs.claim = pool_.claim_of(id, needs.pages, needs.copies);
+    more_ += needs.claim;
+  }
+  void require_planned() {
+    entries_.reserve(entries_planned_);
+    copies_.make_room(copies_planned_);
+    if (pool_.claimed() + more_ <= pages_) return;
+    fail("pages of the pool", pages_, "at least " + std::to_string(pool_.claimed() + more_),
+         "raise cache_options::rows or the placement's max_pages, or close a sequence");
+  }
+  /// Replaces the shared pages that the plan writes to. `finish` copies them.
+  void own_pages(index_t id, index_t group) {
+    page_range& written = written_[place_of(id, group)];
+    for (index_t i = written.first; i < written.last; ++i) {
+      if (pool_.shared_pages(id, group, i, i + 1) == 0) continue;
+      const index_t source = pool_.pages(id, group)[std::size_t(i)], blocks = groups_.blocks_of_page(group);
+      copies_.add(source, pool_.replace(id, group, i));
+      for (const index_t head : groups_.row(group)) {
+        const std::size_t entry = entry_of(head / heads_, id);
+        const index_t capacity = capacity_[entry * std::size_t(heads_) + std::size_t(head % heads_)];
+        for (index_t b = i * blocks; b < (std::min)((i + 1) * blocks, ceil_div(capacity, page_)); ++b) {
+          entries_.push_back(
+              {index_t(row_of(entry, head % heads_) + b), groups_.block(head, b, pool_.pages(id, group))});
+        }
+      }
+    }
+    written = {};
   }
   void release_pages(std::size_t entry) {
     const index_t id = id_of(entry);
@@ -306,9 +330,8 @@ class placed_rows<Layout, ragged_pages> {
       index_t longest = 0;
       for (const index_t member : groups_.row(group)) {
         const index_t layer = member / heads_;
-        longest = (std::max)(
-            longest, capacity_[(std::size_t(layer) * std::size_t(sequences_) + std::size_t(id)) * std::size_t(heads_) +
-                               std::size_t(member % heads_)]);
+        longest =
+            (std::max)(longest, capacity_[entry_of(layer, id) * std::size_t(heads_) + std::size_t(member % heads_)]);
       }
       pool_.release(id, group, groups_.pages_for(group, longest, page_));
     }
@@ -333,14 +356,16 @@ class placed_rows<Layout, ragged_pages> {
   head_groups groups_;
   index_t pages_;
   ragged_pool pool_;
-  host_vector<index_t> capacity_;   // by entry and kv_head: tokens that its pages have room for
-  host_vector<index_t> wanted_;     // by sequence and group: pages that the plan needs; 0: no more than are owned
-  host_vector<index_t> wanted_by_;  // by sequence: planned pages beyond those that it owns
+  host_vector<index_t> capacity_;      // by entry and kv_head: tokens that its pages have room for
+  host_vector<index_t> wanted_;        // by sequence and group: pages that the plan needs; 0: no more than are owned
+  host_vector<page_range> written_;    // by sequence and group: pages that the plan writes to
+  host_vector<sequence_needs> needs_;  // by sequence
   host_vector<std::size_t> touched_;
   offset_t more_ = 0;  // pages that the plan claims beyond those that are claimed already
   index_t tokens_planned_ = 0;
   offset_t peak_used_ = 0;
-  std::size_t entries_planned_ = 0;
+  std::size_t entries_planned_ = 0, copies_planned_ = 0;
+  page_copies copies_;
   host_vector<table_entry> entries_;  // of the tables, until they are written
   device_buffer<stored_type> k_, v_;
   device_buffer<float> scales_;

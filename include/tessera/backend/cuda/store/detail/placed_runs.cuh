@@ -11,56 +11,72 @@
 #include "../pack.cuh"
 #include "../step_table.cuh"
 #include "run_pool.cuh"
+#include "stored_bounds.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// Copies blocks of rows that page tables name.
+// Copies pages of rows within a pool.
 
 namespace detail {
 
-/// Copies the block that entry i of a row of `from` names to the block that entry i of the same row of `to` names.
-/// blockIdx: x is i, y the row, z a plane, whose `row_bytes` are those of a block. `tokens`: the length of each row,
-/// stored in blocks of `page` tokens; null: every block of the grid is copied.
+inline constexpr int copies_at_a_time = 128;
+struct some_copies {
+  index_t source[copies_at_a_time], target[copies_at_a_time], index[copies_at_a_time];
+};
+/// Copies pages, and writes the number of each target to its place in `table`, null: not. blockIdx: x is a pair of
+/// pages, y a plane, whose `row_bytes` are those of a page.
 template <int Threads>
-__global__ void __launch_bounds__(Threads)
-    copy_blocks_entry(const __grid_constant__ plane_list list, const index_t* tokens, index_t page, const index_t* from,
-                      const index_t* to, index_t stride) {
-  const offset_t index = offset_t(blockIdx.y) * stride + blockIdx.x;
-  if (tokens && index_t(blockIdx.x) >= ceil_div(tokens[blockIdx.y], page)) return;
-  const plane p = list.planes[blockIdx.z];
-  const offset_t block_words = p.row_bytes / 4;
-  const auto* source = reinterpret_cast<const std::uint32_t*>(p.data) + from[index] * block_words;
-  auto* target = reinterpret_cast<std::uint32_t*>(p.data) + to[index] * block_words;
-  for (offset_t i = threadIdx.x; i < block_words; i += Threads) target[i] = source[i];
+__global__ void __launch_bounds__(Threads) copy_pages_entry(const __grid_constant__ plane_list list,
+                                                            const __grid_constant__ some_copies given, index_t* table) {
+  const plane p = list.planes[blockIdx.y];
+  const offset_t page_words = p.row_bytes / 4;
+  const auto* source = reinterpret_cast<const std::uint32_t*>(p.data) + given.source[blockIdx.x] * page_words;
+  auto* target = reinterpret_cast<std::uint32_t*>(p.data) + given.target[blockIdx.x] * page_words;
+  for (offset_t i = threadIdx.x; i < page_words; i += Threads) target[i] = source[i];
+  if (table && blockIdx.y == 0 && threadIdx.x == 0) table[given.index[blockIdx.x]] = given.target[blockIdx.x];
 }
 
 }  // namespace detail
 
-/// A pool of `all` blocks of `rows` rows each, and copies within it: see `copy_blocks_entry`.
-template <class Layout>
-struct block_pool {
-  using encoding_type = typename Layout::encoding_type;
-  using stored_type = typename encoding_type::stored_type;
-  stored_type *k, *v;
-  float* scales;  ///< of rows that are scaled: those of K, then those of V
-  offset_t all, rows;
+/// Pages that are to be copied within a pool, because an entry writes to what it shares with others.
+class page_copies {
+ public:
+  /// Allocates host memory for so many in all.
+  void make_room(std::size_t count) { pages_.reserve(count); }
+  /// `index`: where a table has the page.
+  void add(index_t source, index_t target, index_t index = 0) { pages_.push_back({source, target, index}); }
 
-  /// Copies the blocks that `rows_of_table` rows of `from` name, at most `blocks` each, to those that `to` names.
-  void copy(index_t rows_of_table, index_t blocks, const index_t* tokens, index_t page, const index_t* from,
-            const index_t* to, index_t stride, cudaStream_t stream) const {
-    if (blocks == 0) return;
+  /// Copies them, and forgets them. `rows`: of a page; `scales`: of `pages` pages, those of K and then those of V;
+  /// `table` gets the targets, null: no table.
+  template <class Layout, class Stored>
+  void run(Stored* k, Stored* v, float* scales, offset_t pages, offset_t rows, index_t* table, cudaStream_t stream) {
+    if (pages_.empty()) return;
+    constexpr bool scaled = Layout::encoding_type::scaled;
     detail::plane_list list;
     const auto plane_of = [&](auto* data, offset_t elements) {
       return plane{reinterpret_cast<std::byte*>(data), index_t(rows * elements * offset_t(sizeof(*data)))};
     };
     list.planes[0] = plane_of(k, Layout::k_dim), list.planes[1] = plane_of(v, Layout::v_dim);
-    if constexpr (encoding_type::scaled)
-      list.planes[2] = plane_of(scales, 1), list.planes[3] = plane_of(scales + all * rows, 1);
-    const dim3 grid{unsigned(blocks), unsigned(rows_of_table), encoding_type::scaled ? 4u : 2u};
-    detail::copy_blocks_entry<128><<<grid, 128, 0, stream>>>(list, tokens, page, from, to, stride);
-    check(cudaGetLastError(), "launch of copy_blocks");
+    if constexpr (scaled) list.planes[2] = plane_of(scales, 1), list.planes[3] = plane_of(scales + pages * rows, 1);
+    for (std::size_t first = 0; first < pages_.size(); first += detail::copies_at_a_time) {
+      detail::some_copies some;
+      const std::size_t count = (std::min)(pages_.size() - first, std::size_t(detail::copies_at_a_time));
+      for (std::size_t i = 0; i < count; ++i) {
+        some.source[i] = pages_[first + i].source, some.target[i] = pages_[first + i].target;
+        some.index[i] = pages_[first + i].index;
+      }
+      detail::copy_pages_entry<256><<<dim3(unsigned(count), scaled ? 4 : 2), 256, 0, stream>>>(list, some, table);
+      check(cudaGetLastError(), "launch of copy_pages");
+    }
+    pages_.clear();
   }
+
+ private:
+  struct copy {
+    index_t source, target, index;
+  };
+  host_vector<copy> pages_;
 };
 
 /// Where a cache's rows lie; specialised by placement. An entry is layer * sequences + id. Changes are first planned on
@@ -70,13 +86,15 @@ struct block_pool {
 ///   constructor                         (placement, layers, sequences, kv_heads, tokens, rows)
 ///   view(owner), batch_view(layer, batch)   rows without lengths and positions
 ///   column()                            what a step table has to gather
-///   plan_room(entry, held, tokens), commit_room(entry, lengths, held, stream)
+///   plan_room(entry, held, tokens), commit_room(entry, lengths, held, stream)   pages that others have too are
+///                                       replaced by copies where slots from held.least on lie
 ///   plan_keep(entry, held, kept), keep(...)   only the chosen slots stay
 ///   shrank(entry, gained, held)         rows were dropped; the placement may release their room
 ///   dropped(entry, gained)              rows were dropped; room that was committed before stays
-///   plan_copy(to, held), commit_copy(from, to, lengths, held, stream)   an empty entry gets what `from` stores,
-///                                       with these bounds and lengths
-///   commit_empty(entry, lengths, held, stream)   the same without rows: what `plan_copy` planned is laid out
+///   plan_copy(from, to, held), commit_copy(from, to, lengths, held, stream)   an empty entry gets what `from`
+///                                       stores, with these bounds and lengths; pages are shared
+///   copy_tables(id, to, stream)         what the device knows of shared pages, behind all of a sequence's copies
+///   plan_empty(entry, held), commit_empty(entry, lengths, held, stream)   the same without rows
 ///   grew(entry, tokens), clear(entry), bytes(entry)
 ///   upper_bound(peaks), available()     the most that a new sequence takes; what is neither owned nor promised
 /// `held` is a stored_tokens: bounds of all heads together, and of each.
@@ -159,11 +177,13 @@ class placed_rows<Layout, runs> {
     mover.new_run.run(problem, nullptr, stream);
     pool_.adopt(begins(entry), stream);
   }
-  void plan_copy(std::size_t to, const token_bound& held) { plan_keep(to, {}, held); }
+  void plan_copy(std::size_t, std::size_t to, const token_bound& held) { plan_empty(to, held); }
+  void plan_empty(std::size_t entry, const token_bound& held) { plan_keep(entry, {}, held); }
   void commit_copy(std::size_t from, std::size_t to, const index_t* lengths, const token_bound& held,
                    cudaStream_t stream) {
     pool_.copy_run(from, to, lengths, held.longest, [&](std::size_t p) { return begins(p); }, stream);
   }
+  void copy_tables(index_t, index_t, cudaStream_t) const {}
   void commit_empty(std::size_t entry, const index_t* lengths, const token_bound&, cudaStream_t stream) {
     if (pool_.lay_out(entry, lengths, [&](std::size_t p) { return begins(p); }, stream))
       pool_.adopt(begins(entry), stream);

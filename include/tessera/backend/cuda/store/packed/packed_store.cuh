@@ -65,9 +65,7 @@ class kv_store<Layout> {
     const index_t packed = packed_rows_of(owner);
     return {whole.longest + packed, whole.total + offset_t(heads_) * packed};
   }
-  /// Newest tokens of a head that every step reads, whatever it chooses.
   index_t always_read(sequence_layer owner) const { return whole_.bound(owner).longest; }
-  /// Lengths of the whole rows.
   index_t* lengths(sequence_layer owner) const { return whole_.lengths(owner); }
   const id_column<index_t>& length_column() const { return whole_.length_column(); }
   host_vector<index_t> held_by_head(sequence_layer owner) const { return whole_.held_by_head(owner); }
@@ -95,9 +93,10 @@ class kv_store<Layout> {
   void require_fits(sequence_layer owner, index_t tokens) const {
     require_tokens_of_head(offset_t(bound(owner).longest) + tokens, tokens_);
   }
-  void plan_room(const sequence_layers& owners, index_t tokens, cudaStream_t stream) {
+  void plan_room(const sequence_layers& owners, index_t tokens, bool moves_rows, cudaStream_t stream) {
     for (const sequence_layer owner : owners) require_fits(owner, tokens);
-    plan_whole([&] { whole_.plan_room(owners, tokens); }, stream);
+    // Rows that have been packed leave in place.
+    plan_whole([&] { whole_.plan_room(owners, tokens, moves_rows || !pending_.owners.empty()); }, stream);
   }
   bool moves() const { return whole_.moves(); }
   void abandon() { whole_.abandon(); }
@@ -295,6 +294,7 @@ class kv_store<Layout> {
     for (index_t layer = 0; layer < packing_.count; ++layer) {
       const std::size_t segments = packed_.segments({layer, from}).size();
       packed_.commit_copy(layer, from, to, searches_.finished({layer, from}, segments), stream);
+      maker_.copy({layer, from}, {layer, to}, stream);
     }
     searches_.mark(to, stream);
   }

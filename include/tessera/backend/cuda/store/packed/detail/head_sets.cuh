@@ -111,6 +111,11 @@ class head_sets {
     }
   }
   void forget(sequence_layer owner) { observed_[order_.index(owner)] = 0; }
+  void copy(sequence_layer from, sequence_layer to, cudaStream_t stream) {
+    const index_t observed = observed_[order_.index(to)] = observed_[order_.index(from)];
+    if (observed > 0)
+      copy_on_device(squares(to), squares(from), std::size_t(window_) * std::size_t(heads_) * D, stream);
+  }
 
   /// Words of the sets of one segment: of keys, then of values, where rows share them.
   std::size_t segment_words() const { return words(formats_.k) + words(formats_.v); }

@@ -196,6 +196,7 @@ class segment_maker {
     sets_.observe(owner, q, stream);
   }
   void forget(sequence_layer owner) { sets_.forget(owner); }
+  void copy(sequence_layer from, sequence_layer to, cudaStream_t stream) { sets_.copy(from, to, stream); }
 
   /// Memory that is not cleared: clearing would wait for the stream, and all of it is written. Errors: no memory,
   /// tessera::error.

@@ -1,0 +1,40 @@
+// What a store of packed rows has planned to pack.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <span>
+
+#include "../../../../core/host/host_vector.hpp"
+#include "../../../../core/selection.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+
+/// The slots of a head's row of a selection that are not below `first`.
+inline std::span<const index_t> slots_from(const selection& chosen, index_t head, index_t first) {
+  const index_t *row = chosen.row(head), *end = row + chosen.counts[std::size_t(head)];
+  return {std::lower_bound(row, end, first), end};
+}
+
+/// Segments that have been made of the oldest whole rows and do not replace them yet.
+template <class Segment>
+struct packing {
+  host_vector<std::shared_ptr<Segment>> segments;
+  host_vector<index_t> counts;  ///< by kv_head, whole rows that are in the segments
+  selection left;               ///< the other whole rows
+  bool joins = false;           ///< the new segment joins the last one instead of following it
+  bool prompt_ended = false;
+  bool in_own_basis = false;
+
+  /// Fills `left` for heads of these whole rows.
+  void leave(const host_vector<index_t>& whole) {
+    for (std::size_t h = 0; h < counts.size(); ++h) {
+      left.counts[h] = whole[h] - counts[h];
+      for (index_t i = 0; i < left.counts[h]; ++i) left.row(index_t(h))[i] = counts[h] + i;
+    }
+  }
+};
+
+}  // namespace cpu
+TESSERA_NAMESPACE_END
