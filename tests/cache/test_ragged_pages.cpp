@@ -9,6 +9,7 @@
 #include <tessera/backend/cpu/store/virtual_blocks.hpp>
 #include <tessera/cache.hpp>
 #include <tessera/layout/dense.hpp>
+#include <tessera/methods/streaming_llm.hpp>
 #include <tessera/methods/tangram.hpp>
 
 #include "support/random.hpp"
@@ -244,6 +245,45 @@ TEST_CASE("a pool that is too small refuses a prompt or a step before anything h
   CHECK(kv.next_position(second) == next);
   kv.close(first);
   CHECK_NOTHROW(of.step(kv, second, next, 1));  // on as before
+}
+
+TEST_CASE("a step of a fork has the pages of what it drops in every layer, or is refused before the first") {
+  rng random(1254);
+  using method = streaming_llm<fp32, dim, dim, stored<dense_rows<fp32, dim>, ragged_pages>>;
+  for (index_t pages = 10; pages <= 40; ++pages) {
+    CAPTURE(pages);
+    for (const bool slides : {false, true}) {
+      model_shape shape{2, 4, 4};
+      if (slides) shape.window = 16, shape.sliding = {true, false};
+      const text of(random, shape, 200);
+      method recipe;
+      recipe.set_budget(64);
+      recipe.placement.max_pages = pages;
+      cache<method> kv(shape, recipe, one_thread());
+      const index_t id = kv.open();
+      try {
+        of.prefill(kv, id, 0, 64);
+        kv.end_prefill(id);
+      } catch (const error&) {
+        continue;  // a pool without room for the prompt
+      }
+      const index_t fork = kv.fork(id);
+      CHECK(kv.available().pages >= 0);
+      for (index_t next = 64; next < 120; ++next) {
+        const auto before = kv.pages(fork);
+        try {
+          kv.prepare_step({fork}, 1);
+        } catch (const error&) {
+          CHECK(kv.pages(fork) == before);
+          break;
+        }
+        of.step(kv, fork, next, 1);  // prepares it again
+      }
+      kv.close(id);
+      const index_t next = kv.next_position(fork);
+      CHECK_NOTHROW(of.step(kv, fork, next, 1));
+    }
+  }
 }
 
 TEST_CASE("a pool of as many pages as the bound says takes the whole turn, and a page less does not cover it") {

@@ -63,8 +63,11 @@ class prefix_cache {
     }
     const std::size_t common = std::min(at.tokens, most);
     if (cuts_ && common > best.tokens) {
-      best.tokens = common;
-      source = any_below(at.beyond ? at.beyond : at.within);
+      node* longer = nullptr;  // one that can still go back so far: sliding layers drop rows on the way
+      visit(at.beyond ? *at.beyond : *at.within, [&](node& each) {
+        if (!longer && each.id >= 0 && cache_.settled(each.id) <= index_t(common)) longer = &each;
+      });
+      if (longer) best.tokens = common, source = longer;
     }
     if (!source || best.tokens == 0) return {};
     best.id = best.tokens == source->end ? cache_.fork(source->id) : cache_.fork(source->id, index_t(best.tokens));
@@ -75,11 +78,15 @@ class prefix_cache {
   }
 
   /// Stores where a sequence stands that has these tokens and no others, in the middle of its prompt: a fork of it.
-  /// Returns whether it is new. Errors: another number of tokens than the sequence has: tessera::error.
+  /// Returns whether it is new.
+  /// Errors   another number of tokens than the sequence has; an announced prompt, whose forks could have no other length:
+  ///          tessera::error.
   bool insert(std::span<const token_t> tokens, index_t id) {
     tessera::require(!tokens.empty() && std::size_t(cache_.next_position(id)) == tokens.size(), "tokens of a prefix",
                      tokens.size(), "those of the sequence, which are " + std::to_string(cache_.next_position(id)),
                      "store a sequence behind a chunk of its prompt, with all of its tokens");
+    tessera::require(cache_.announced(id) == 0, "tokens that the prompt was announced with", cache_.announced(id), "0",
+                     "write a prompt that others will go on with without announcing it");
     node* stored = make(tokens);
     const bool is_new = stored->id < 0;
     if (is_new) {
@@ -217,11 +224,6 @@ class prefix_cache {
   void touch(node* stored) {
     ++clock_;
     for (; stored; stored = stored->parent) stored->used = clock_;
-  }
-  /// A sequence at a node or below it: every leaf has one.
-  static node* any_below(node* from) {
-    while (from && from->id < 0) from = from->children.empty() ? nullptr : from->children.begin()->second.get();
-    return from;
   }
   template <class Node, class Visit>
   static void visit(Node& from, const Visit& show) {

@@ -11,9 +11,12 @@ TESSERA_NAMESPACE_BEGIN
 class layer_roles {
  public:
   layer_roles(const model_shape& shape, index_t dense_layers, const logit_rule& rule)
-      : shape_(shape), dense_layers_(dense_layers), rule_(rule) {}
+      : shape_(shape), dense_layers_(dense_layers), rule_(rule) {
+    for (index_t layer = 0; layer < shape.layers; ++layer) some_slide_ = some_slide_ || slides(layer);
+  }
 
   bool slides(index_t layer) const { return shape_.slides(layer); }
+  bool some_slide() const { return some_slide_; }
   bool follows_recipe(index_t layer) const { return layer >= dense_layers_ && !slides(layer); }
   /// How many of its newest tokens a layer needs; 0: all of them.
   index_t window(index_t layer) const { return slides(layer) ? shape_.window : 0; }
@@ -29,6 +32,7 @@ class layer_roles {
   model_shape shape_;
   index_t dense_layers_;
   logit_rule rule_;
+  bool some_slide_ = false;
 };
 
 TESSERA_NAMESPACE_END

@@ -113,6 +113,7 @@ class ragged_pool {
   }
   index_t shared_pages(index_t id) const {
     index_t count = 0;
+    if (!any_shared()) return 0;
     for (const auto& table : sequences_[std::size_t(id)].tables) count += counted_.shared_of(table, 0, table.size());
     return count;
   }

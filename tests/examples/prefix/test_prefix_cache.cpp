@@ -47,6 +47,8 @@ struct listed_cache {
   }
   void close(index_t id) { REQUIRE(open_ids.erase(id) == 1); }
   index_t next_position(index_t id) const { return index_t(sequences[std::size_t(id)].size()); }
+  index_t settled(index_t) const { return 0; }
+  index_t announced(index_t) const { return 0; }
 };
 
 /// What is stored, in the plainest form, the one that was asked for longest ago first.
@@ -228,6 +230,36 @@ void ask_many_questions(const Method& method, double most) {
 }
 
 }  // namespace
+
+TEST_CASE("layers that slide share what they can still go back to, and an announced prompt is not stored") {
+  model_shape shape{2, 4, 2};
+  shape.window = 32, shape.sliding = {true, false};
+  cache<full<fp32, dim, dim, in_pages>> kv(shape, {}, std::make_shared<cpu::executor>(1));
+  prefix_cache prefixes(kv, true);
+  tokens text(300);
+  for (std::size_t i = 0; i < text.size(); ++i) text[i] = token_t(i % 97);
+  const index_t id = kv.open();
+  for (const std::size_t end : {100u, 200u, 300u}) {
+    const tokens part(text.begin(), text.begin() + std::ptrdiff_t(end));
+    const auto q = rows_of(part, end - 100, shape.q_heads, 0.5f), k = rows_of(part, end - 100, shape.kv_heads, 0.4f);
+    for (index_t layer = 0; layer < shape.layers; ++layer)
+      kv.prefill(layer, id, nhd_rows(q.data(), 100, shape.q_heads, dim), nhd_rows(k.data(), 100, shape.kv_heads, dim),
+                 nhd_rows(k.data(), 100, shape.kv_heads, dim));
+    if (end != 200u) prefixes.insert(part, id);
+  }
+  tokens prompt(text.begin(), text.begin() + 150);
+  prompt.push_back(98);
+  CHECK(prefixes.fork(prompt).tokens == 100);  // the longer one has dropped what lies before 150
+
+  const index_t announced = kv.open();
+  kv.announce(announced, 10);
+  const tokens five(text.begin(), text.begin() + 5);
+  const auto q = rows_of(five, 0, shape.q_heads, 0.5f), k = rows_of(five, 0, shape.kv_heads, 0.4f);
+  for (index_t layer = 0; layer < shape.layers; ++layer)
+    kv.prefill(layer, announced, nhd_rows(q.data(), 5, shape.q_heads, dim), nhd_rows(k.data(), 5, shape.kv_heads, dim),
+               nhd_rows(k.data(), 5, shape.kv_heads, dim));
+  CHECK_THROWS_WITH(prefixes.insert(five, announced), contains("announced with is 10; expected 0"));
+}
 
 TEST_CASE("questions about one document are answered as in sequences of their own, and share its rows") {
   full<fp32, dim, dim, in_pages> everything;

@@ -151,7 +151,11 @@ class backend {
     prompts().end_chunk(owner, policies, reach);
   }
   /// Reserves pages for `tokens` more in every layer; throws where the pool has too few.
-  void expect_chunk(index_t id, index_t tokens) { parts_.store.expect(id, tokens); }
+  void expect_chunk(index_t id, index_t tokens) {
+    // A layer that slides, or chooses before the chunk, moves what it stores.
+    const bool moves_rows = parts_.roles.some_slide() || Recipe::schedule_type::fires_at(moment::chunk_end);
+    parts_.store.expect(id, tokens, moves_rows);
+  }
   template <class Q, class E>
   void append_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_chunk& chunk,
                     const rows_view<const Q>& q, const rows_view<const E>& k, const rows_view<const E>& v, queue) {

@@ -67,7 +67,7 @@ class backend {
   void check_budgets(const Recipe& recipe, const Recipe& own) const { parts_type::check_budgets(recipe, own); }
   void open(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
     set_number(parts_.next.data() + id, index_t(0), stream);
-    begin_sequence(id, stream);
+    parts_.begin_sequence(id, stream);
     parts_.set_plan(id, policies, stream);
   }
   /// Releases everything that a sequence holds.
@@ -93,19 +93,18 @@ class backend {
       parts_.store.commit_copy(id, to, stream);
       parts_.read_stage.candidates().commit_copy(id, to, stream);
       copy_on_device(parts_.next.data() + to, parts_.next.data() + id, 1, stream);
-      begin_sequence(to, stream);
+      parts_.begin_sequence(to, stream);
       parts_.first.observer().copy(id, to, stream);
       parts_.first.settled().copy(id, to);
       parts_.prompts.copy(id, to, stream);
       if constexpr (in_groups) {
         if (state.announced > 0) parts_.store.rows().share_reservation(id, to);
       }
-      parts_.set_plan(to, state.policies, stream);
+      // The device learns of a prompt's plan when the prompt ends.
+      parts_.set_plan(to, state.announced > 0 ? state.ended_policies : state.policies, stream);
       // The end of a prompt makes the index.
-      for (index_t layer = 0; layer < parts_.shape.layers && state.front().turn_tokens == 0; ++layer) {
-        if (parts_.roles.follows_recipe(layer) && parts_.store.bound({layer, to}).longest > 0)
-          parts_.read_stage.refresh({layer, to}, parts_.store, stream);
-      }
+      for (index_t layer = 0; layer < parts_.shape.layers && state.front().turn_tokens == 0; ++layer)
+        parts_.refresh({layer, to}, stream);
       parts_.read_stage.reader().copy(id, to, stream);
     } catch (...) {
       clear(to, stream);
@@ -151,6 +150,8 @@ class backend {
       } else if (parts_.roles.follows_recipe(layer)) {
         parts_.read_stage.truncate(owner, parts_.store, tokens, plan.ends_lists, stream);
       }
+      // A fork in the middle of the prompt has no index yet.
+      if (plan.withdraws && !plan.ends_lists) parts_.refresh({layer, id}, stream);
       parts_.attended[owner].clear();
     }
     set_number(parts_.next.data() + id, plan.position, stream);
@@ -214,7 +215,9 @@ class backend {
   /// Sets aside the pages that layers share, for all layers or for none.
   void expect_chunk(index_t id, index_t tokens) {
     parts_.store.require_fits({0, id}, tokens);
-    parts_.store.expect(id, tokens);
+    // A layer that slides, or chooses before the chunk, moves what it stores.
+    const bool moves_rows = parts_.roles.some_slide() || Recipe::schedule_type::fires_at(moment::chunk_end);
+    parts_.store.expect(id, tokens, moves_rows);
   }
   void end_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach, index_t reconsidered,
                  index_t coming, cudaStream_t stream) {
@@ -381,12 +384,6 @@ class backend {
   prompt_turn<Recipe, Out> prompts() { return prompt_turn<Recipe, Out>(parts_); }
   step_turn<Recipe, Out> steps() { return step_turn<Recipe, Out>(parts_); }
 
-  /// Sets the state of a sequence without tokens.
-  void begin_sequence(index_t id, cudaStream_t stream) {
-    parts_.first.observer().forget(id);
-    parts_.prompts.open(id, stream);
-    for (index_t layer = 0; layer < parts_.shape.layers; ++layer) parts_.attended[sequence_layer{layer, id}].clear();
-  }
   void clear(index_t id, cudaStream_t stream) {
     parts_.store.clear(id, stream);
     parts_.read_stage.candidates().clear(id, stream);

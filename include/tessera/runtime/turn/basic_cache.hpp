@@ -334,6 +334,8 @@ class basic_cache {
   /// The plan of this sequence, made when its last prompt ended for all tokens that it had taken until then. Numbers of
   /// the recipe that the caller set are not planned.
   stage_plan plan(index_t id) const { return conversations_.sequence(id).policies.plan; }
+  /// The tokens that the prompt under way was announced with; 0: it was not.
+  index_t announced(index_t id) const { return conversations_.sequence(id).announced; }
 
   /// Logical positions that this turn's steps may read of one kv_head: a filter's candidates and the tokens decoded
   /// since; without a filter all stored ones. On a GPU it synchronises.

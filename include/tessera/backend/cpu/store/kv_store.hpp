@@ -126,7 +126,8 @@ class kv_store {
   }
 
   /// Reserves memory for `tokens` more in every head of a sequence, 0: none. Throws where a pool has no more.
-  void expect(index_t id, index_t tokens) { rows_.expect(id, tokens); }
+  /// `moves_rows`: rows that are stored may move, too.
+  void expect(index_t id, index_t tokens, bool moves_rows = false) { rows_.expect(id, tokens, moves_rows); }
   rows_type& rows() { return rows_; }
   const rows_type& rows() const { return rows_; }
 

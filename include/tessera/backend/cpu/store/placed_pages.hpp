@@ -59,7 +59,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
     const offset_t longest = *std::max_element(lengths.begin(), lengths.end());
     release(table_of(entry), std::size_t(fixed_pages<Page>::pages_for(longest)));
   }
-  void expect(index_t, index_t) {}
+  void expect(index_t, index_t, bool) {}
   void open(std::size_t entry) { release(table_of(entry), 0); }
   void clear(std::size_t entry) { release(tables_[entry], 0); }
   void copy(std::size_t source, std::size_t target) {

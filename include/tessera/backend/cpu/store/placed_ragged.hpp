@@ -85,10 +85,12 @@ class placed_rows<Layout, ragged_pages> {
     fill(entry);
   }
 
-  void expect(index_t id, index_t tokens) {
+  void expect(index_t id, index_t tokens, bool moves_rows) {
     offset_t pages = tokens > 0 ? pool_.reserved(id) : 0;
     pages = (std::max)(pages, pages_with(id, tokens));
-    const index_t copies = tokens > 0 ? (std::max)(pool_.reserved_copies(id), pages_written(id)) : 0;
+    const index_t shared = tokens > 0 ? pool_.shared_pages(id) : 0;
+    const index_t written = moves_rows || shared == 0 ? shared : pages_written(id);
+    const index_t copies = (std::min)(shared, (std::max)(pool_.reserved_copies(id), written));
     pool_.reserve(id, index_t((std::min<offset_t>)(pages, (std::numeric_limits<index_t>::max)())), copies);
   }
   /// Reserves pages for a prompt, which may replace all that the sequence shares.
@@ -180,7 +182,6 @@ class placed_rows<Layout, ragged_pages> {
 
   /// Shared pages of a sequence that new tokens would be written to.
   index_t pages_written(index_t id) const {
-    if (pool_.shared_pages(id) == 0) return 0;
     index_t pages = 0;
     for (index_t group = 0; group < groups_.count(); ++group) {
       index_t shortest = no_index;

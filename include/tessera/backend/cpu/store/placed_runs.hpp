@@ -32,8 +32,8 @@ inline offset_t rows_with_room(const host_vector<index_t>& lengths) {
 ///   copy(source, target)                     copies an entry to an empty one, which the caller clears where it throws;
 ///                                            in pages the two share what neither has written since
 ///   lay_out(entry, lengths)                  makes an empty entry one with memory for heads of these lengths
-///   expect(id, tokens)                       reserves memory for `tokens` more in every head of a sequence, 0: none;
-///                                            throws where a pool has no more
+///   expect(id, tokens, moves_rows)           reserves memory for `tokens` more in every head of a sequence, 0: none,
+///                                            and for stored rows that may move; throws where a pool has no more
 ///   bytes(entry)
 ///   upper_bound(peaks)                       upper bound of the memory of a sequence's rows; `peaks` by layer
 ///   available()                              memory that is neither used nor reserved; without a bound: unlimited
@@ -102,7 +102,7 @@ class placed_rows<Layout, runs> {
 
   /// A run keeps its memory for the tokens that follow.
   void truncate(std::size_t, const host_vector<index_t>&) {}
-  void expect(index_t, index_t) {}
+  void expect(index_t, index_t, bool) {}
   void open(std::size_t entry) { run_of(entry).clear(); }
   void clear(std::size_t entry) { runs_[entry].clear(); }
   void copy(std::size_t source, std::size_t target) {

@@ -133,9 +133,9 @@ class kv_store {
     if constexpr (in_groups) rows_.finish(stream);
   }
   /// Sets pages of a shared pool aside for `tokens` more in every head of every layer.
-  void expect(index_t id, index_t tokens) {
+  void expect(index_t id, index_t tokens, bool moves_rows = false) {
     if constexpr (in_groups) {
-      rows_.expect(id, tokens, [&](index_t layer) { return stored_.tokens(order_.index({layer, id})); });
+      rows_.expect(id, tokens, [&](index_t layer) { return stored_.tokens(order_.index({layer, id}), moves_rows); });
     }
   }
   const rows_type& rows() const { return rows_; }

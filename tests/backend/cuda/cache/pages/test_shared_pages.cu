@@ -130,6 +130,37 @@ TEST_CASE("forks in the middle of a prompt share its pages, and each goes on as 
   forks_of_a_prompt(in_steps);
 }
 
+TEST_CASE("a fork behind many steps that drop in place writes to pages of its own", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  h2o<bf16, forked_dim, forked_dim, in_pages> method;
+  method.set_budget(72);
+  forked_cache<h2o<bf16, forked_dim, forked_dim, in_pages>> cache(method);
+  const step_rows<bf16> first(1, 200, forked_shape, forked_dim), second(1, 9, forked_shape, forked_dim),
+      other(1, 5, forked_shape, forked_dim), one(1, 1, forked_shape, forked_dim);
+  const auto begin = [&] {
+    const index_t id = cache.kv().open();
+    cache.prefill(id, first);
+    cache.kv().end_prefill(id, nullptr);
+    for (int i = 0; i < 150; ++i) cache.step(id, one);
+    return id;
+  };
+  const auto go_on = [&](index_t id) {
+    cache.prefill(id, second);
+    cache.kv().end_prefill(id, nullptr);
+    return cache.step(id, one);
+  };
+  const index_t alone = begin();
+  const auto expected = go_on(alone);
+  cache.kv().close(alone);
+  const index_t id = begin(), fork = cache.kv().fork(id);
+  cache.prefill(id, second);
+  cache.prefill(fork, other);
+  cache.kv().end_prefill(fork, nullptr);
+  cache.step(fork, one);
+  cache.kv().end_prefill(id, nullptr);
+  CHECK(cache.step(id, one) == expected);
+}
+
 TEST_CASE("random calls of h2o in pages, whose rows move in steps, do what the contract says", "[gpu][cache][calls]") {
   if (gpu_missing()) return;
   hold_conversations<h2o<bf16, forked_dim, forked_dim, in_pages>>(20);

@@ -23,9 +23,11 @@ class step_turn {
 
   /// Reserves memory for a step in every layer, or in none.
   void prepare(const batch& step) {
+    const bool drops = Recipe::retain_type::drops && (step.evicts_first || step.evicts_last);
+    const bool moves_rows = drops || packing_layout<layout> || parts_.roles.some_slide();
     for (std::size_t b = 0; b < step.ids.size(); ++b) {
       try {
-        parts_.store.expect(step.ids[b], step.tokens_of(index_t(b)));
+        parts_.store.expect(step.ids[b], step.tokens_of(index_t(b)), moves_rows);
       } catch (...) {
         while (b-- > 0) parts_.store.expect(step.ids[b], 0);
         throw;

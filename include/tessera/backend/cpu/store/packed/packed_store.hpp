@@ -126,7 +126,7 @@ class kv_store<Layout> {
     return view;
   }
 
-  void expect(index_t id, index_t tokens) { whole_.expect(id, tokens); }
+  void expect(index_t id, index_t tokens, bool moves_rows = false) { whole_.expect(id, tokens, moves_rows); }
   whole_rows& rows() { return whole_; }
   const whole_rows& rows() const { return whole_; }
 

@@ -149,6 +149,17 @@ struct cache_parts {
     for (const sequence_layer owner : owners) order.disturbed(owner.id);
   }
 
+  /// Forgets what an id's last sequence has left.
+  void begin_sequence(index_t id, cudaStream_t stream) {
+    first.observer().forget(id);
+    prompts.open(id, stream);
+    for (index_t layer = 0; layer < shape.layers; ++layer) attended[sequence_layer{layer, id}].clear();
+  }
+  /// Makes the index of a layer anew, if it has one.
+  void refresh(sequence_layer owner, cudaStream_t stream) {
+    if (roles.follows_recipe(owner.layer) && store.bound(owner).longest > 0) read_stage.refresh(owner, store, stream);
+  }
+
   /// Positions that steps may read of a layer, by kv_head, or by query head where those of a group read apart.
   host_vector<host_vector<index_t>> downloaded_lists(sequence_layer owner) const {
     if (!roles.follows_recipe(owner.layer)) return store.downloaded_positions(owner);

@@ -102,6 +102,7 @@ class prompt_turn {
            cudaStream_t stream) {
     const prompt_reach all = state.front().reach();
     parts_.require_covered(policies);
+    parts_.slide(parts_.all_layers({id}), stream);
     if (due) parts_.first.count_over_model(id, parts_.store, policies, parts_.roles, stream);
     sequence_layers waiting;
     for (const sequence_layer owner : parts_.all_layers({id})) {
@@ -123,7 +124,6 @@ class prompt_turn {
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
       if (parts_.roles.follows_recipe(layer)) parts_.read_stage.refresh({layer, id}, parts_.store, stream);
     }
-    parts_.slide(parts_.all_layers({id}), stream);
     parts_.store.expect(id, 0);
     parts_.first.observer().forget(id);
   }

@@ -93,8 +93,9 @@ class placed_rows<Layout, ragged_pages> {
   void plan_room(std::size_t entry, const stored_tokens& held, index_t tokens) {
     for (index_t h = 0; h < heads_; ++h) {
       const index_t group = group_of(entry, h), capacity = capacity_[entry * std::size_t(heads_) + std::size_t(h)];
-      want(id_of(entry), group, groups_.pages_for(group, held.head(h) + tokens, page_));
-      if (pool_.any_shared()) write(id_of(entry), group, page_with(group, held.least), page_count(id_of(entry), group));
+      const index_t wanted = groups_.pages_for(group, held.head(h) + tokens, page_);
+      want(id_of(entry), group, wanted);
+      if (pool_.any_shared()) write(id_of(entry), group, page_with(group, held.least), wanted);
       entries_planned_ +=
           std::size_t((std::max)(0, ceil_div(held.head(h) + tokens, page_) - ceil_div(capacity, page_)));
     }
@@ -209,7 +210,7 @@ class placed_rows<Layout, ragged_pages> {
       if (tokens > 0 && pool_.any_shared())
         copies += pool_.shared_pages(id, group, page_with(group, shortest[std::size_t(group)]), page_count(id, group));
     }
-    if (tokens > 0) copies = (std::max)(copies, pool_.reserved_copies(id));
+    if (tokens > 0) copies = (std::min)(pool_.shared_pages(id), (std::max)(copies, pool_.reserved_copies(id)));
     pool_.reserve(id, index_t((std::max)(pages, with)), copies);
   }
 

@@ -31,7 +31,8 @@ class stored_bounds {
   const token_bound& bound(std::size_t entry) const { return bounds_[entry]; }
   /// `moves`: for a call that moves stored rows.
   stored_tokens tokens(std::size_t entry, bool moves = false) const {
-    return {bounds_[entry], first_.data() + entry * std::size_t(heads_), since_[entry], moves ? 0 : since_[entry]};
+    return {bounds_[entry], first_.data() + entry * std::size_t(heads_), since_[entry],
+            moves ? 0 : (std::max)(0, since_[entry])};
   }
   host_vector<index_t> by_head(std::size_t entry) const {
     host_vector<index_t> all;
@@ -53,9 +54,14 @@ class stored_bounds {
     since_[entry] = 0;
     bounds_[entry] = kept;
   }
-  /// Slots were dropped in place: no head has more than the longest one now.
+  /// Slots were dropped in place: no head has more than the longest one now, and any may have fewer.
   void shrank(std::size_t entry, const token_bound& kept) {
+    const stored_tokens previous = tokens(entry);
     bounds_[entry] = {(std::min)(bounds_[entry].longest, kept.longest), (std::min)(bounds_[entry].total, kept.total)};
+    for (index_t h = 0; h < heads_; ++h) {
+      first_[entry * std::size_t(heads_) + std::size_t(h)] = (std::min)(previous.head(h), bounds_[entry].longest);
+    }
+    since_[entry] = 0;
   }
   void copy(std::size_t from, std::size_t to) {
     bounds_[to] = bounds_[from];

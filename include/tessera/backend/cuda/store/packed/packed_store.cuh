@@ -105,7 +105,7 @@ class kv_store<Layout> {
     if (beside_.is_under_way() && (itself || whole_.moves())) stream_beside_.hold(stream);
     whole_.commit_room(owners, stream);
   }
-  void expect(index_t id, index_t tokens) { whole_.expect(id, tokens); }
+  void expect(index_t id, index_t tokens, bool moves_rows = false) { whole_.expect(id, tokens, moves_rows); }
   void resize(index_t tokens, cudaStream_t stream) {
     finish_layer(stream);
     whole_.resize(tokens, stream);
