@@ -44,6 +44,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
   }
 
   void plan_keep(std::size_t entry, const host_vector<index_t>&, const selection& chosen) {
+    if (!counted_.any_shared()) return;
     const offset_t longest = *std::max_element(chosen.counts.begin(), chosen.counts.end());
     acquire(table_of(entry), std::size_t(first_moved(chosen) / Page),
             std::size_t(fixed_pages<Page>::pages_for(longest)));

@@ -49,7 +49,8 @@ class placed_rows<Layout, ragged_pages> {
   }
 
   void plan_keep(std::size_t entry, const host_vector<index_t>&, const selection& chosen) {
-    const index_t first = pool_.any_shared() ? first_moved(chosen) : 0;
+    if (!pool_.any_shared()) return;
+    const index_t first = first_moved(chosen);
     own_pages(entry, [&](index_t) { return first; }, chosen.counts);
   }
 
