@@ -26,9 +26,10 @@ class prompt_calls : public compared_caches {
       };
       return alike(next) && alike(turn);
     }
-    /// Whether it can be forked; saved between turns only.
+    /// Whether it can be forked; saved between turns only. A prompt that has begun replaces a step that was prepared.
     bool is_between_calls() const {
-      return is_even() && !is_between_layers && !has_prepared && std::count(ended.begin(), ended.end(), true) == 0;
+      return is_even() && !is_between_layers && (!has_prepared || turn[0] > 0) &&
+             std::count(ended.begin(), ended.end(), true) == 0;
     }
     bool is_between_turns() const { return is_between_calls() && turn[0] == 0 && announced == 0; }
   };
