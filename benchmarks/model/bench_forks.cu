@@ -56,7 +56,7 @@ struct rows {
 };
 
 using clock = std::chrono::steady_clock;
-double since(clock::time_point begun) {
+double elapsed_us(clock::time_point begun) {
   return std::chrono::duration<double, std::micro>(clock::now() - begun).count();
 }
 double median(std::vector<double> all) {
@@ -93,7 +93,7 @@ void measure(const char* name, index_t context, index_t layers, int rounds) {
       kv.decode(layer, now, part(given.q, q_heads, 1), part(given.k, kv_heads, 1), part(given.k, kv_heads, 1),
                 part(given.out, q_heads, 1), {}, nullptr);
     wait();
-    return since(begun);
+    return elapsed_us(begun);
   };
   std::vector<double> host, device, prefix, first, first_of_original, second;
   const double copied = double(context) * layers * kv_heads * dim * 2 * sizeof(bf16);
@@ -103,9 +103,9 @@ void measure(const char* name, index_t context, index_t layers, int rounds) {
     const offset_t held = kv.bytes(id);
     const auto begun = clock::now();
     const index_t copy = kv.fork(id);
-    called.push_back(since(begun));
+    called.push_back(elapsed_us(begun));
     wait();
-    if (done) done->push_back(since(begun));
+    if (done) done->push_back(elapsed_us(begun));
     taken = std::max(taken, double(kv.bytes(id) + kv.bytes(copy) - held));
     return copy;
   };
@@ -161,7 +161,7 @@ void ask(Method method, index_t document, index_t layers, int rounds) {
     write(fresh, question);
     kv.end_prefill(fresh, nullptr);
     wait();
-    alone.push_back(since(begun));
+    alone.push_back(elapsed_us(begun));
     kept = all - kv.available().pages;
     kv.close(fresh, nullptr);
     wait();
@@ -170,7 +170,7 @@ void ask(Method method, index_t document, index_t layers, int rounds) {
     write(copy, question);
     kv.end_prefill(copy, nullptr);
     wait();
-    forked.push_back(since(begun));
+    forked.push_back(elapsed_us(begun));
     kv.close(copy, nullptr);
   }
   std::vector<index_t> open;

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -28,7 +29,7 @@ class prefix_cache {
   using index_t = tessera::index_t;
 
   /// A sequence that was opened for a prompt, and how many of its tokens it has; id -1: no beginning is stored.
-  struct found {
+  struct match {
     index_t id = -1;
     std::size_t tokens = 0;
   };
@@ -48,14 +49,14 @@ class prefix_cache {
 
   /// Opens a sequence with the longest stored beginning of a prompt. At least its last token is left to be written, whose logits
   /// begin the answer.
-  found fork(std::span<const token_t> prompt) {
+  match fork(std::span<const token_t> prompt) {
     statistics_.asked += 1;
     statistics_.tokens += std::int64_t(prompt.size());
     const std::size_t most = prompt.empty() ? 0 : prompt.size() - 1;
-    const place at = descend(prompt);
-    found best;
+    const descent at = descend(prompt);
+    match best;
     node* source = nullptr;
-    for (node* stored = at.within; stored; stored = stored->parent) {
+    for (node* stored = at.whole; stored; stored = stored->parent) {
       if (stored->id < 0 || stored->end > std::min(at.tokens, most)) continue;
       best.tokens = stored->end;
       source = stored;
@@ -64,7 +65,7 @@ class prefix_cache {
     const std::size_t common = std::min(at.tokens, most);
     if (cuts_ && common > best.tokens) {
       node* longer = nullptr;  // one that can still go back so far: sliding layers drop rows on the way
-      visit(at.beyond ? *at.beyond : *at.within, [&](node& each) {
+      visit(at.partial ? *at.partial : *at.whole, [&](node& each) {
         if (!longer && each.id >= 0 && cache_.settled(each.id) <= index_t(common)) longer = &each;
       });
       if (longer) best.tokens = common, source = longer;
@@ -77,14 +78,17 @@ class prefix_cache {
     return best;
   }
 
-  /// Stores where a sequence stands that has these tokens and no others, in the middle of its prompt: a fork of it.
+  /// Stores a fork of a sequence that has these tokens and no others, all of them of a first prompt that has not ended.
   /// Returns whether it is new.
-  /// Errors   another number of tokens than the sequence has; an announced prompt, whose forks could have no other length:
-  ///          tessera::error.
+  /// Errors   another number of tokens; a prompt that has ended, of which a method may have dropped tokens; an announced prompt,
+  ///          whose forks could have no other length: tessera::error.
   bool insert(std::span<const token_t> tokens, index_t id) {
     tessera::require(!tokens.empty() && std::size_t(cache_.next_position(id)) == tokens.size(), "tokens of a prefix",
                      tokens.size(), "those of the sequence, which are " + std::to_string(cache_.next_position(id)),
                      "store a sequence behind a chunk of its prompt, with all of its tokens");
+    tessera::require(std::size_t(cache_.prompt_tokens(id)) == tokens.size(), "tokens of the prompt under way",
+                     cache_.prompt_tokens(id), "all of the sequence, which are " + std::to_string(tokens.size()),
+                     "store a sequence before its first prompt ends");
     tessera::require(cache_.announced(id) == 0, "tokens that the prompt was announced with", cache_.announced(id), "0",
                      "write a prompt that others will go on with without announcing it");
     node* stored = make(tokens);
@@ -151,35 +155,35 @@ class prefix_cache {
     std::uint64_t used = 0;
   };
   /// How far a prompt goes along the tree: the last node whose label it has whole, and the one whose label it leaves.
-  struct place {
-    node* within;
-    node* beyond = nullptr;
+  struct descent {
+    node* whole;
+    node* partial = nullptr;
     std::size_t tokens = 0;
   };
 
-  place descend(std::span<const token_t> prompt) {
-    place at{&root_};
+  descent descend(std::span<const token_t> prompt) {
+    descent at{&root_};
     while (at.tokens < prompt.size()) {
-      const auto child = at.within->children.find(prompt[at.tokens]);
-      if (child == at.within->children.end()) break;
+      const auto child = at.whole->children.find(prompt[at.tokens]);
+      if (child == at.whole->children.end()) break;
       const std::vector<token_t>& label = child->second->label;
       const auto rest = prompt.subspan(at.tokens);
       const auto same =
           std::size_t(std::mismatch(label.begin(), label.end(), rest.begin(), rest.end()).first - label.begin());
       at.tokens += same;
       if (same < label.size()) {
-        at.beyond = child->second.get();
+        at.partial = child->second.get();
         break;
       }
-      at.within = child->second.get();
+      at.whole = child->second.get();
     }
     return at;
   }
   /// The node that ends with these tokens, made where it is missing.
   node* make(std::span<const token_t> tokens) {
-    const place at = descend(tokens);
-    node* parent = at.within;
-    if (at.beyond) parent = split(at.beyond, at.tokens);
+    const descent at = descend(tokens);
+    node* parent = at.whole;
+    if (at.partial) parent = split(at.partial, at.tokens);
     if (at.tokens == tokens.size()) return parent;
     auto added = std::make_unique<node>();
     added->label.assign(tokens.begin() + std::ptrdiff_t(at.tokens), tokens.end());

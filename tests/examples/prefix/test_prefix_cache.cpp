@@ -49,6 +49,7 @@ struct listed_cache {
   index_t next_position(index_t id) const { return index_t(sequences[std::size_t(id)].size()); }
   index_t settled(index_t) const { return 0; }
   index_t announced(index_t) const { return 0; }
+  index_t prompt_tokens(index_t id) const { return next_position(id); }
 };
 
 /// What is stored, in the plainest form, the one that was asked for longest ago first.
@@ -260,6 +261,8 @@ TEST_CASE("layers that slide share what they can still go back to, and an announ
     kv.prefill(layer, announced, nhd_rows(q.data(), 5, shape.q_heads, dim), nhd_rows(k.data(), 5, shape.kv_heads, dim),
                nhd_rows(k.data(), 5, shape.kv_heads, dim));
   CHECK_THROWS_WITH(prefixes.insert(five, announced), contains("announced with is 10; expected 0"));
+  kv.end_prefill(id);
+  CHECK_THROWS_WITH(prefixes.insert(text, id), contains("tokens of the prompt under way is 0; expected all of"));
 }
 
 TEST_CASE("questions about one document are answered as in sequences of their own, and share its rows") {

@@ -91,6 +91,7 @@ class any_cache {
   virtual void reserve(index_t id, index_t tokens, void* stream = nullptr) = 0;
   virtual void announce(index_t id, index_t tokens) = 0;
   virtual index_t announced(index_t id) const = 0;
+  virtual index_t prompt_tokens(index_t id) const = 0;
   /// boundaries [tokens]: for a method that `needs_segments`, 1 for a token after which a segment of the text ends,
   /// else 0.
   virtual void prefill(index_t layer, index_t id, const untyped_input& q, const untyped_input& k,

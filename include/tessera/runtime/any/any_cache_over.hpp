@@ -78,6 +78,7 @@ class any_cache_over : public any_cache {
   }
   void announce(index_t id, index_t tokens) override { cache_.announce(id, tokens); }
   index_t announced(index_t id) const override { return cache_.announced(id); }
+  index_t prompt_tokens(index_t id) const override { return cache_.prompt_tokens(id); }
   void prefill(index_t layer, index_t id, const untyped_input& q, const untyped_input& k, const untyped_input& v,
                std::span<const std::uint8_t> boundaries, void* stream) override {
     cache_.prefill(layer, id, rows(q), rows(k), rows(v), queue_of(stream), boundaries);

@@ -334,6 +334,8 @@ class basic_cache {
   /// The plan of this sequence, made when its last prompt ended for all tokens that it had taken until then. Numbers of
   /// the recipe that the caller set are not planned.
   stage_plan plan(index_t id) const { return conversations_.sequence(id).policies.plan; }
+  /// Tokens of the prompt that has begun and not ended, in layer 0; 0: none has.
+  index_t prompt_tokens(index_t id) const { return conversations_.sequence(id).front().turn_tokens; }
   /// The tokens that the prompt under way was announced with; 0: it was not.
   index_t announced(index_t id) const { return conversations_.sequence(id).announced; }
 
