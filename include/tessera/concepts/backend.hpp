@@ -69,8 +69,9 @@ concept backend_attending =
 ///   check_budgets(recipe, own)                      throws where the memory does not allow the budgets of a sequence
 ///   open(id, policies, queue), close(id, queue)     `close` needs no memory
 ///   check_fork(id), fork(id, copy, state, queue)    where it throws, `copy` is closed
-///   saves, transfer(id, state, archive, queue)      whether sequences can be saved; then: saves one, or loads it into
-///                                                   an open, empty one, which the caller closes where it throws
+///   saves, writer(sink, queue), reader(source, queue)   whether sequences can be saved; then: the archives
+///   transfer(id, state, archive, queue)             saves a sequence, or loads it into an open, empty one, which the
+///                                                   caller closes where it throws
 ///   settled(id, state)                              the smallest position that a sequence can go back to, as far as
 ///                                                   rows and index decide it
 ///   check_truncation(id), truncate(id, plan, state, queue)   takes back its newest tokens; `truncate` needs no memory

@@ -7,6 +7,7 @@
 #include "../../core/error.hpp"
 #include "../../core/host/host_vector.hpp"
 #include "../../runtime/prompt_pages.hpp"
+#include "../../runtime/saved/archive.hpp"
 #include "../../runtime/turn/truncation.hpp"
 #include "cache/detail/prompt_turn.hpp"
 #include "cache/detail/step_order.hpp"
@@ -91,15 +92,26 @@ class backend {
       throw;
     }
   }
+  /// An archive that writes to a sink, or reads from a source.
+  template <class Sink>
+  static saved_writer<Sink> writer(Sink& sink, queue) {
+    return saved_writer<Sink>(sink);
+  }
+  template <class Source>
+  static saved_reader<Source> reader(Source& source, queue) {
+    return saved_reader<Source>(source);
+  }
   /// Saves a sequence between two turns or steps, or loads one into an open, empty one, which the caller closes where
   /// this throws.
   template <class Archive>
   void transfer(index_t id, const sequence_state<Recipe>& state, Archive& archive, queue) {
     const auto next = [&](index_t layer) { return state.layers[std::size_t(layer)].next_position; };
-    parts_.store.transfer(id, next, archive);
+    parts_.store.transfer_lengths_of(id, next, archive);
     parts_.first.observer().transfer(id, state.policies, archive);
-    parts_.read_stage.transfer(id, parts_.store, state.policies, parts_.roles, archive);
+    parts_.read_stage.transfer(id, parts_.store, archive);
     parts_.prompts.transfer(id, next, archive);
+    parts_.store.transfer_rows_of(id, next, archive);
+    if constexpr (Archive::loads) parts_.read_stage.restore(id, parts_.store, state.policies, parts_.roles);
   }
   /// The smallest position that a sequence can go back to, as far as its rows and its index decide it.
   index_t settled(index_t id, const sequence_state<Recipe>& state) const {

@@ -90,30 +90,24 @@ class backend {
       throw;
     }
     try {
-      parts_.store.commit_copy(id, to, stream);
-      parts_.read_stage.candidates().commit_copy(id, to, stream);
-      copy_on_device(parts_.next.data() + to, parts_.next.data() + id, 1, stream);
-      parts_.begin_sequence(to, stream);
-      parts_.first.observer().copy(id, to, stream);
-      parts_.first.settled().copy(id, to);
-      parts_.prompts.copy(id, to, stream);
-      if constexpr (in_groups) {
-        if (state.announced > 0) parts_.store.rows().share_reservation(id, to);
-      }
-      // The device learns of a prompt's plan when the prompt ends.
-      parts_.set_plan(to, state.announced > 0 ? state.ended_policies : state.policies, stream);
-      // The end of a prompt makes the index.
-      for (index_t layer = 0; layer < parts_.shape.layers && state.front().turn_tokens == 0; ++layer)
-        parts_.refresh({layer, to}, stream);
-      parts_.read_stage.reader().copy(id, to, stream);
+      copy_sequence(parts_, id, to, state, stream);
     } catch (...) {
       clear(to, stream);
       throw;
     }
   }
 
+  /// An archive that writes to a sink or a saved_sequence, or reads from a source or a saved_sequence.
+  template <class Sink>
+  sequence_writer<Sink> writer(Sink& sink, cudaStream_t stream) {
+    return {sink, parts_.save_buffer(), stream};
+  }
+  template <class Source>
+  sequence_reader<Source> reader(Source& source, cudaStream_t stream) {
+    return {source, parts_.save_buffer(), stream};
+  }
   /// Saves a sequence between two turns or steps, or loads one into an open, empty one, which the caller closes where
-  /// this throws. Allocates; waits for the device.
+  /// this throws.
   template <class Archive>
   void transfer(index_t id, const sequence_state<Recipe>& state, Archive& archive, cudaStream_t stream) {
     transfer_sequence(parts_, id, state, archive, stream);

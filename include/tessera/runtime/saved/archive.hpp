@@ -9,23 +9,23 @@
 
 #include "../../core/error.hpp"
 #include "../../core/host/host_vector.hpp"
+#include "../../core/types.hpp"
 #include "checksum.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
 /// The version of the format. A reader refuses others.
-inline constexpr std::uint32_t saved_version = 1;
+inline constexpr std::uint32_t saved_version = 2;
 
 namespace detail {
 
 // The bytes are blocks: three words (bytes of the payload, the block's number, a check of these), the payload, its
-// checksum. Numbers are collected into blocks; large arrays are blocks of their own, which no copy passes through.
+// checksum. Numbers are collected into blocks; an array is a block of its own, which no copy passes through.
 struct saved_preamble {
   char mark[8] = {'T', 'E', 'S', 'S', 'E', 'R', 'A', 's'};
   std::uint32_t version = saved_version, byte_order = 0x01020304;
 };
 inline constexpr std::size_t collected_bytes = std::size_t(1) << 16;
-inline constexpr std::size_t block_bytes = std::size_t(1) << 20;  // of an array, at most
 
 struct block_header {
   std::uint64_t bytes = 0, number = 0, check = 0;
@@ -38,14 +38,14 @@ struct block_header {
 template <class T>
 concept saved_number = std::is_arithmetic_v<T> && !std::is_same_v<T, bool>;
 
-/// Calls `visit(pointer, elements)` for the parts of an array that are blocks.
-template <class T, class Visit>
-void each_block(T* data, std::size_t count, const Visit& visit) {
-  constexpr std::size_t most = block_bytes / sizeof(T);
-  for (std::size_t first = 0; first < count; first += most) visit(data + first, (std::min)(most, count - first));
-}
-
 }  // namespace detail
+
+/// Parts of an array begin at multiples of so many bytes, so that a device writes whole lines.
+inline constexpr offset_t part_alignment = 128;
+/// The bytes of a part with the zeros behind it.
+TESSERA_HD constexpr offset_t padded_bytes(offset_t bytes) {
+  return (bytes + part_alignment - 1) / part_alignment * part_alignment;
+}
 
 /// Writes to a sink: sink(const void* data, std::size_t bytes), whose exceptions pass through. Numbers lie in the
 /// machine's order of bytes; a reader refuses the other one.
@@ -79,13 +79,29 @@ class saved_writer {
   void rows(const T* data, std::size_t count) {
     static_assert(std::is_trivially_copyable_v<T>);
     if (count * sizeof(T) <= 1024) return collect(data, count * sizeof(T));
-    flush();
-    detail::each_block(data, count, [&](const T* part, std::size_t length) { block(part, length * sizeof(T)); });
+    begin_array(count * sizeof(T));
+    part(data, count);
+    end_array();
   }
+  /// An array of so many bytes that comes in parts: then call `part` and `pad` for all of it, and `end_array`.
+  void begin_array(std::size_t bytes) { flush(), begin_block(bytes); }
+  template <class T>
+  void part(const T* data, std::size_t count) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    if (count == 0) return;
+    sink_(static_cast<const void*>(data), count * sizeof(T));
+    sum_.add(data, count * sizeof(T));
+  }
+  /// Zeros up to the next `part_alignment`.
+  void pad() {
+    const unsigned char zeros[part_alignment] = {};
+    part(zeros, std::size_t(padded_bytes(offset_t(sum_.bytes()))) - std::size_t(sum_.bytes()));
+  }
+  void end_array() { end_block(); }
   /// What only a reader checks.
   void require(bool, const char*) const {}
   /// Call it last.
-  void end() { flush(), block(nullptr, 0); }
+  void end() { flush(), begin_block(0), end_block(); }
 
  private:
   void collect(const void* data, std::size_t bytes) {
@@ -95,19 +111,24 @@ class saved_writer {
   }
   void flush() {
     if (collected_.empty()) return;
-    block(collected_.data(), collected_.size());
+    begin_block(collected_.size());
+    part(collected_.data(), collected_.size());
+    end_block();
     collected_.clear();
   }
-  void block(const void* data, std::size_t bytes) {
+  void begin_block(std::size_t bytes) {
     const auto header = detail::block_header::describing(bytes, number_++);
-    const std::uint64_t sum = checksum(data, bytes);
     sink_(static_cast<const void*>(&header), sizeof(header));
-    if (bytes > 0) sink_(data, bytes);
+    sum_ = {};
+  }
+  void end_block() {
+    const std::uint64_t sum = sum_.value();
     sink_(static_cast<const void*>(&sum), sizeof(sum));
   }
 
   Sink& sink_;
   std::uint64_t number_ = 0;
+  running_checksum sum_;
   host_vector<unsigned char> collected_;
 };
 
@@ -162,8 +183,31 @@ class saved_reader {
   void rows(T* data, std::size_t count) {
     static_assert(std::is_trivially_copyable_v<T>);
     if (count * sizeof(T) <= 1024) return read_collected(data, count * sizeof(T));
+    begin_array(count * sizeof(T));
+    part(data, count);
+    end_array();
+  }
+  /// An array that comes in parts, as it was written.
+  void begin_array(std::size_t bytes) {
     require(used_ == collected_.size(), "numbers that this cache does not expect");
-    detail::each_block(data, count, [&](T* part, std::size_t length) { block(part, length * sizeof(T)); });
+    require(header(bytes) == bytes, "of other arrays than this cache's");
+  }
+  template <class T>
+  void part(T* data, std::size_t count) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    read(data, count * sizeof(T));
+    if (count > 0) sum_.add(data, count * sizeof(T));
+  }
+  void pad() {
+    unsigned char zeros[part_alignment];
+    part(zeros, std::size_t(padded_bytes(offset_t(sum_.bytes()))) - std::size_t(sum_.bytes()));
+  }
+  void end_array() { require(read_sum() == sum_.value(), "damaged"); }
+  /// The checksum behind an array, for callers that read and check the array themselves.
+  std::uint64_t read_sum() {
+    std::uint64_t sum = 0;
+    read(&sum, sizeof(sum));
+    return sum;
   }
   /// Errors   what the bytes say does not hold: tessera::error.
   void require(bool holds, const char* problem) const {
@@ -171,8 +215,8 @@ class saved_reader {
   }
   /// Errors   numbers that nobody read, or no end: tessera::error.
   void end() {
-    require(used_ == collected_.size(), "numbers that this cache does not expect");
-    block(nullptr, 0);
+    begin_array(0);
+    end_array();
   }
 
  private:
@@ -187,17 +231,8 @@ class saved_reader {
     require(found == detail::block_header::describing(found.bytes, number_), "damaged");
     require(found.bytes <= most, "of other arrays than this cache's");
     ++number_;
+    sum_ = {};
     return std::size_t(found.bytes);
-  }
-  void check(const void* data, std::size_t bytes) {
-    std::uint64_t sum = 0;
-    read(&sum, sizeof(sum));
-    require(sum == checksum(data, bytes), "damaged");
-  }
-  void block(void* data, std::size_t bytes) {
-    require(header(bytes) == bytes, "of other arrays than this cache's");
-    read(data, bytes);
-    check(data, bytes);
   }
   void read_collected(void* data, std::size_t bytes) {
     if (bytes == 0) return;
@@ -205,8 +240,8 @@ class saved_reader {
       const std::size_t size = header(2 * detail::collected_bytes);
       collected_.resize(size);
       used_ = 0;
-      read(collected_.data(), size);
-      check(collected_.data(), size);
+      part(collected_.data(), size);
+      end_array();
     }
     require(bytes <= collected_.size() - used_, "of fewer numbers than this cache's");
     std::memcpy(data, collected_.data() + used_, bytes);
@@ -215,6 +250,7 @@ class saved_reader {
 
   Source& source_;
   std::uint64_t number_ = 0;
+  running_checksum sum_;
   host_vector<unsigned char> collected_;
   std::size_t used_ = 0;
 };

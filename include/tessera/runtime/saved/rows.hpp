@@ -7,11 +7,12 @@
 #include "../../core/host/host_vector.hpp"
 #include "../../core/parameters.hpp"
 #include "../../core/types.hpp"
+#include "archive.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Saves or loads `count` rows of `elements` elements; row i lies at address(i). Rows side by side are not copied. The
-/// bytes do not depend on where rows lie.
+/// Saves or loads a part of an array: `count` rows of `elements` elements, and zeros behind them; row i lies at
+/// address(i). Rows side by side are not copied. The bytes do not depend on where rows lie.
 template <class Address, class Archive>
 void transfer_rows(index_t count, index_t elements, const Address& address, Archive& archive) {
   using T = std::remove_pointer_t<decltype(address(0))>;
@@ -26,20 +27,28 @@ void transfer_rows(index_t count, index_t elements, const Address& address, Arch
     for (index_t i = 1; i < rows && side_by_side; ++i)
       side_by_side = address(first + i) == begin + offset_t(i) * elements;
     if (side_by_side) {
-      archive.rows(begin, std::size_t(rows) * std::size_t(elements));
+      archive.part(begin, std::size_t(rows) * std::size_t(elements));
       continue;
     }
     copied.resize(std::size_t(rows) * std::size_t(elements));
     if constexpr (Archive::loads) {
-      archive.rows(copied.data(), copied.size());
+      archive.part(copied.data(), copied.size());
       for (index_t i = 0; i < rows; ++i)
         std::copy_n(copied.begin() + offset_t(i) * elements, elements, address(first + i));
     } else {
       for (index_t i = 0; i < rows; ++i)
         std::copy_n(address(first + i), elements, copied.begin() + offset_t(i) * elements);
-      archive.rows(copied.data(), copied.size());
+      archive.part(copied.data(), copied.size());
     }
   }
+  archive.pad();
+}
+
+/// Bytes of the saved rows of a head: keys, values and, of scaled rows, their scales.
+template <class Stored, int D, int Dv, bool Scaled>
+constexpr offset_t saved_bytes_of(index_t count) {
+  const auto part = [&](offset_t row) { return padded_bytes(offset_t(count) * row); };
+  return part(D * offset_t(sizeof(Stored))) + part(Dv * offset_t(sizeof(Stored))) + (Scaled ? 2 * part(4) : 0);
 }
 
 /// Saves or loads lengths of heads, which are at most `next`, the layer's next position.
@@ -50,12 +59,17 @@ void transfer_lengths(host_vector<index_t>& lengths, index_t next, Archive& arch
   for (const index_t length : lengths) archive.require(length >= 0 && length <= most, "with lengths that cannot be");
 }
 
+/// Errors   loaded numbers that do not ascend from 0 on, below `end`: tessera::error.
+template <class Archive>
+void require_ascending(const index_t* numbers, index_t count, index_t end, const Archive& archive) {
+  for (index_t i = 0; Archive::loads && i < count; ++i)
+    archive.require(numbers[i] > (i == 0 ? -1 : numbers[i - 1]) && numbers[i] < end, "with numbers that do not ascend");
+}
 /// Saves or loads ascending numbers from 0 on, below `end`: positions, slots or lines.
 template <class Archive>
 void transfer_ascending(index_t* numbers, index_t count, index_t end, Archive& archive) {
   archive.rows(numbers, std::size_t(count));
-  for (index_t i = 0; i < count; ++i)
-    archive.require(numbers[i] > (i == 0 ? -1 : numbers[i - 1]) && numbers[i] < end, "with numbers that do not ascend");
+  require_ascending(numbers, count, end, archive);
 }
 
 TESSERA_NAMESPACE_END

@@ -78,11 +78,10 @@ class reading {
     }
   }
 
-  /// Saves the candidates of a sequence, or loads them into an open, empty one, which the caller closes where this
-  /// throws. A loaded index is built anew from the rows, which must be there.
+  /// Saves the candidates of a sequence, whose lengths are there, or loads them into an open, empty one, which the
+  /// caller closes where this throws. Call `restore` when its rows are there, too.
   template <class Archive>
-  void transfer(index_t id, store_type& stored, const planned<Recipe>& policies, const layer_roles& roles,
-                Archive& archive) {
+  void transfer(index_t id, store_type& stored, Archive& archive) {
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       const sequence_layer owner{layer, id};
       if constexpr (filters) {
@@ -95,15 +94,20 @@ class reading {
       }
       const std::size_t index = order_.index(owner);
       if constexpr (requires { reader_.transfer(index, archive); }) reader_.transfer(index, archive);
-      if constexpr (Archive::loads && retrieve_type::retrieves) {
-        if (!roles.follows_recipe(layer)) continue;
-        const candidates* list = nullptr;
-        if constexpr (filters) {
-          if (candidates_[owner].empty()) continue;  // a prompt comes next
-          list = &candidates_[owner].front();
-        }
-        reader_.refresh(index, shown(owner, stored, view(owner, stored), list), policies, true);
+    }
+  }
+  /// Builds the index of a loaded sequence anew from its rows.
+  void restore(index_t id, store_type& stored, const planned<Recipe>& policies, const layer_roles& roles) {
+    for (index_t layer = 0; retrieve_type::retrieves && layer < shape_.layers; ++layer) {
+      const sequence_layer owner{layer, id};
+      if (!roles.follows_recipe(layer)) continue;
+      const candidates* list = nullptr;
+      if constexpr (filters) {
+        if (candidates_[owner].empty()) continue;  // a prompt comes next
+        list = &candidates_[owner].front();
       }
+      if constexpr (retrieve_type::retrieves)
+        reader_.refresh(order_.index(owner), shown(owner, stored, view(owner, stored), list), policies, true);
     }
   }
 

@@ -95,13 +95,15 @@ class columns {
     for (std::size_t h = 0; h < lengths.size(); ++h) move_row(h, &chosen, chosen.counts[h], begins_[h], *this);
   }
 
-  /// Saves the columns of heads of these lengths, or loads those of empty heads. `next`: the layer's next position.
+  /// Saves or loads whether positions are stored. `lengths`: of the heads; `next`: the layer's next position.
+  template <class Archive>
+  void transfer_kind(const host_vector<index_t>& lengths, index_t next, Archive& archive) {
+    archive.flag(scattered_);
+    for (const index_t length : lengths) archive.require(scattered_ || length == next, "with lengths that cannot be");
+  }
+  /// Saves the columns of heads of these lengths in one array, or loads those of empty heads, behind `transfer_kind`.
   template <class Archive>
   void transfer(const host_vector<index_t>& lengths, index_t next, Archive& archive) {
-    archive.flag(scattered_);
-    if (!scattered_) {
-      for (const index_t length : lengths) archive.require(length == next, "with lengths that cannot be");
-    }
     if (!with_.any() && !scattered_) return;
     if constexpr (Archive::loads) {
       reserve(lengths);
@@ -109,12 +111,21 @@ class columns {
       if (with_.scores) scores_.resize(std::size_t(total()));
       if (with_.segments) segments_.resize(std::size_t(total()));
     }
+    const int count = scattered_ + with_.scores + with_.segments;
+    offset_t bytes = 0;
+    for (const index_t length : lengths) bytes += count * padded_bytes(offset_t(length) * 4);
+    archive.begin_array(std::size_t(bytes));
     for (std::size_t h = 0; h < lengths.size(); ++h) {
-      const std::size_t begin = std::size_t(begins_[h]), count = std::size_t(lengths[h]);
-      if (scattered_) transfer_ascending(positions_.data() + begin, index_t(count), next, archive);
-      if (with_.scores) archive.rows(scores_.data() + begin, count);
-      if (with_.segments) archive.rows(segments_.data() + begin, count);
+      const auto column = [&](auto& all) {
+        archive.part(all.data() + begins_[h], std::size_t(lengths[h]));
+        archive.pad();
+      };
+      if (scattered_) column(positions_);
+      if (with_.scores) column(scores_);
+      if (with_.segments) column(segments_);
+      if (scattered_) require_ascending(positions_.data() + begins_[h], lengths[h], next, archive);
     }
+    archive.end_array();
   }
 
   /// Removes everything and releases the memory.

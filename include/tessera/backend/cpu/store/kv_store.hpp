@@ -101,17 +101,25 @@ class kv_store {
     }
   }
 
-  /// Saves a sequence, or loads one into an empty one, which the caller clears where this throws. next(layer): the
-  /// layer's next position.
+  /// Saves the lengths of a sequence, or loads those of one whose rows come next, into an empty one, which the caller
+  /// clears where this throws. next(layer): the layer's next position.
   template <class Next, class Archive>
-  void transfer(index_t id, const Next& next, Archive& archive) {
+  void transfer_lengths_of(index_t id, const Next& next, Archive& archive) {
     for (index_t layer = 0; layer < order_.layers; ++layer) {
-      const sequence_layer owner{layer, id};
-      stored_tokens& stored = stored_[owner];
+      stored_tokens& stored = stored_[sequence_layer{layer, id}];
       transfer_lengths(stored.lengths, next(layer), archive);
-      if constexpr (Archive::loads) rows_.lay_out(order_.index(owner), stored.lengths);
+      stored.beside.transfer_kind(stored.lengths, next(layer), archive);
+    }
+  }
+  /// Saves or loads its rows and columns.
+  template <class Next, class Archive>
+  void transfer_rows_of(index_t id, const Next& next, Archive& archive) {
+    for (index_t layer = 0; layer < order_.layers; ++layer) {
+      const std::size_t entry = order_.index({layer, id});
+      stored_tokens& stored = stored_[sequence_layer{layer, id}];
+      if constexpr (Archive::loads) rows_.lay_out(entry, stored.lengths);
       stored.beside.transfer(stored.lengths, next(layer), archive);
-      transfer_view(rows_.view(order_.index(owner), stored.lengths), archive);
+      transfer_view(rows_.view(entry, stored.lengths), archive);
     }
   }
 

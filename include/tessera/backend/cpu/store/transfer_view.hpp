@@ -7,14 +7,19 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Saves or loads the rows of all heads of a view: keys, values and, of encoded rows, their scales.
+/// Saves or loads the rows of all heads of a view, in one array: keys, values and, of encoded rows, their scales.
 template <class T, int D, class Table, int Dv, class Archive>
 void transfer_view(const kv_view<T, D, Table, Dv>& view, Archive& archive) {
+  constexpr bool scaled = kv_view<T, D, Table, Dv>::encoding_type::scaled;
+  using stored = typename kv_view<T, D, Table, Dv>::stored_type;
+  offset_t bytes = 0;
+  for (index_t h = 0; h < view.kv_heads; ++h) bytes += saved_bytes_of<stored, D, Dv, scaled>(view.length(0, h));
+  archive.begin_array(std::size_t(bytes));
   for (index_t h = 0; h < view.kv_heads; ++h) {
     const index_t count = view.length(0, h);
     transfer_rows(count, D, [&](index_t i) { return view.key(0, h, i); }, archive);
     transfer_rows(count, Dv, [&](index_t i) { return view.value(0, h, i); }, archive);
-    if constexpr (kv_view<T, D, Table, Dv>::encoding_type::scaled) {
+    if constexpr (scaled) {
       const auto scales = [&](float* all) {
         return [&view, h, all](index_t i) { return all + view.scales.index(view.table.locate(0, h, i), h); };
       };
@@ -22,6 +27,7 @@ void transfer_view(const kv_view<T, D, Table, Dv>& view, Archive& archive) {
       transfer_rows(count, 1, scales(view.scales.v), archive);
     }
   }
+  archive.end_array();
 }
 
 }  // namespace cpu

@@ -64,6 +64,13 @@ class stream_mark {
   void set(cudaStream_t stream) { check(cudaEventRecord(event_, stream), "cudaEventRecord"); }
   /// Waits until everything before the mark is done. Returns at once where it was never set.
   void wait() const { check(cudaEventSynchronize(event_), "cudaEventSynchronize"); }
+  /// Whether everything before the mark is done.
+  bool is_past() const {
+    const cudaError_t status = cudaEventQuery(event_);
+    if (status == cudaErrorNotReady) return false;
+    check(status, "cudaEventQuery");
+    return true;
+  }
   /// Lets later work on `stream` wait for the mark. The host does not wait.
   void hold(cudaStream_t stream) const { check(cudaStreamWaitEvent(stream, event_), "cudaStreamWaitEvent"); }
 

@@ -173,8 +173,7 @@ class following_observer : public no_observer<Recipe> {
   void copy(index_t id, index_t to, cudaStream_t stream) { window_.copy(id, to, stream); }
   template <class Next, class Archive>
   void transfer(index_t id, const Next& next, Archive& archive, cudaStream_t stream) {
-    for (index_t layer = 0; layer < layers_; ++layer)
-      window_.transfer({layer, id}, next(layer), set_number(position_.data(), next(layer), stream), archive, stream);
+    for (index_t layer = 0; layer < layers_; ++layer) window_.transfer({layer, id}, next(layer), archive, stream);
   }
 
   void observe_prompt(sequence_layer owner, const store_type&, const planned<Recipe>&, const logit_rule&,

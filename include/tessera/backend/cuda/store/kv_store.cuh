@@ -16,7 +16,7 @@
 #include "detail/placed_ragged.cuh"
 #include "detail/placed_runs.cuh"
 #include "pack.cuh"
-#include "transfer_view.cuh"
+#include "saved_layer.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -329,7 +329,7 @@ class kv_store {
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   }
   const column_set& with() const { return with_; }
-  /// The columns of a layer of a sequence, for `layer_transfer`.
+  /// The columns of a layer of a sequence, for `transfer_layer`.
   detail::cached_columns columns_of(sequence_layer owner) const {
     return {{reinterpret_cast<std::uint32_t*>(columns_.positions()), reinterpret_cast<std::uint32_t*>(scores()),
              reinterpret_cast<std::uint32_t*>(columns_.segments())},

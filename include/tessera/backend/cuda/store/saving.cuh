@@ -1,50 +1,54 @@
 // A sequence of a store on the device to and from an archive.
 #pragma once
 
-#include <numeric>
-
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/sequence_layer.hpp"
-#include "transfer_view.cuh"
+#include "saved_layer.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Saves a sequence, or loads one into an empty one, which the caller clears where this throws. next(layer): the
-/// layer's next position. Allocates; waits for the device.
+/// What comes before the rows of a saved sequence, by layer.
+struct saved_lengths {
+  host_vector<index_t> counts;  ///< rows by kv_head
+  bool scattered = false;       ///< whether positions are saved
+};
+
+/// Saves the lengths of a sequence, or reads those of one that comes. next(layer): the layer's next position. Waits for
+/// the stream, and for no other one.
 template <class Store, class Next, class Archive>
-void transfer_rows_of(Store& store, index_t id, index_t layers, const Next& next, Archive& archive,
-                      cudaStream_t stream) {
-  layer_transfer<typename Store::view_type> staged;
-  const auto& with = store.with();
-  host_vector<index_t> counts(std::size_t(store.kv_heads()), 0);
+host_vector<saved_lengths> transfer_lengths_of(Store& store, index_t id, index_t layers, const Next& next,
+                                               Archive& archive, cudaStream_t stream) {
+  const std::size_t heads = std::size_t(store.kv_heads());
+  host_vector<saved_lengths> all(std::size_t(layers), {host_vector<index_t>(heads, 0), store.with().positions});
+  if constexpr (!Archive::loads) {
+    for (index_t layer = 0; layer < layers; ++layer) {
+      check(cudaMemcpyAsync(all[std::size_t(layer)].counts.data(), store.lengths({layer, id}), heads * sizeof(index_t),
+                            cudaMemcpyDeviceToHost, stream),
+            "cudaMemcpyAsync");
+    }
+    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  }
   for (index_t layer = 0; layer < layers; ++layer) {
-    const sequence_layer owner{layer, id};
-    if constexpr (!Archive::loads) counts = downloaded(store.lengths(owner), counts.size());
+    auto& [counts, scattered] = all[std::size_t(layer)];
     transfer_lengths(counts, next(layer), archive);
-    bool scattered = with.positions;
     archive.flag(scattered);
-    archive.require(!scattered || with.positions, "with dropped tokens, which this cache never has");
+    archive.require(!scattered || store.with().positions, "with dropped tokens, which this cache never has");
     for (const index_t count : counts)
       archive.require(scattered || count == next(layer), "with lengths that cannot be");
-    if constexpr (Archive::loads) store.lay_out(owner, counts, stream);
-    const auto rows = store.view(owner);
-    const auto columns = store.columns_of(owner);
-    staged.lay_out(counts, columns, stream);
-    if constexpr (!Archive::loads) staged.fetch(rows, columns, stream);
-    for (index_t h = 0; h < store.kv_heads(); ++h) {
-      const index_t count = counts[std::size_t(h)];
-      index_t* const positions = staged.template column<index_t>(h, 0);
-      if (scattered) {
-        transfer_ascending(positions, count, next(layer), archive);
-      } else if (with.positions) {
-        std::iota(positions, positions + count, 0);
-      }
-      if (with.scores) archive.rows(staged.template column<float>(h, 1), std::size_t(count));
-      if (with.segments) archive.rows(staged.template column<index_t>(h, 2), std::size_t(count));
-    }
-    staged.transfer_rows_of(archive);
-    if constexpr (Archive::loads) staged.store(rows, columns, stream);
+    if constexpr (Archive::loads) store.lay_out({layer, id}, counts, stream);
+  }
+  return all;
+}
+
+/// Saves the rows and columns of a sequence, or loads them into one that is laid out. Does not wait.
+template <class Store, class Next, class Archive>
+void transfer_rows_of(Store& store, index_t id, const host_vector<saved_lengths>& lengths, const Next& next,
+                      Archive& archive, cudaStream_t stream) {
+  for (index_t layer = 0; layer < index_t(lengths.size()); ++layer) {
+    const auto& [counts, scattered] = lengths[std::size_t(layer)];
+    const sequence_layer owner{layer, id};
+    transfer_layer(store.view(owner), store.columns_of(owner), counts, scattered, next(layer), archive, stream);
   }
 }
 

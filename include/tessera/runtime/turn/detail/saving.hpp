@@ -3,7 +3,6 @@
 
 #include <cmath>
 
-#include "../../saved/archive.hpp"
 #include "../../saved/identity.hpp"
 #include "../basic_cache.hpp"
 
@@ -41,7 +40,7 @@ void basic_cache<Recipe, Backend>::save(index_t id, Sink&& sink, default_queue q
   detours_.require_none(id);
   backend_.check_fork(id);
   sequence_state<Recipe> state = conversations_.sequence(id);
-  saved_writer<std::remove_reference_t<Sink>> archive(sink);
+  auto archive = backend_.writer(sink, queue);
   transfer_identity(identity_of(recipe_, shape_), archive);
   sequence_options options = state.budgets.options();
   detail::transfer_options(options, archive);
@@ -55,7 +54,7 @@ template <class Recipe, class Backend>
 template <class Source>
 index_t basic_cache<Recipe, Backend>::load(Source&& source, default_queue queue) requires saves {
   const default_float_mode mode;
-  saved_reader<std::remove_reference_t<Source>> archive(source);
+  auto archive = backend_.reader(source, queue);
   transfer_identity(identity_of(recipe_, shape_), archive);
   sequence_options options;
   detail::transfer_options(options, archive);

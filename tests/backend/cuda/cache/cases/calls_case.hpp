@@ -18,6 +18,9 @@ class device_calls final : public support::called_cache {
     buffer<float> out{1 << 14}, lse{1 << 10};
     std::array<std::unique_ptr<buffer<T>>, 3> others;  // rows that are not of `call_inputs`
     std::size_t next = 0;
+    cuda::saved_sequence swapped;
+    std::vector<unsigned char> swapped_bytes;
+    bool swaps = false;
     memory() : inputs(rounded(support::call_inputs(true))) {}
     static std::vector<T> rounded(const std::vector<float>& values) {
       std::vector<T> all;
@@ -32,12 +35,21 @@ class device_calls final : public support::called_cache {
   std::unique_ptr<called_cache> copy() const override { return std::make_unique<device_calls>(*this); }
   index_t open(const sequence_options& options) override { return held_.open(options); }
   index_t fork(index_t id) override { return held_.fork(id); }
+  /// Every other time in page-locked memory, and from there if nothing else was saved meanwhile.
   std::vector<unsigned char> saved_bytes([[maybe_unused]] index_t id) override {
-    if constexpr (cuda::cache<Method>::saves) return support::saved(held_, id);
+    if constexpr (cuda::cache<Method>::saves) {
+      memory_->swaps = !memory_->swaps;
+      if (!memory_->swaps) return support::saved(held_, id);
+      held_.save(id, memory_->swapped);
+      return memory_->swapped_bytes = support::bytes_of(memory_->swapped);
+    }
     return {};
   }
   index_t load_bytes([[maybe_unused]] const std::vector<unsigned char>& bytes) override {
-    if constexpr (cuda::cache<Method>::saves) return support::loaded(held_, bytes);
+    if constexpr (cuda::cache<Method>::saves) {
+      if (!memory_->swapped_bytes.empty() && memory_->swapped_bytes == bytes) return held_.load(memory_->swapped);
+      return support::loaded(held_, bytes);
+    }
     return -1;
   }
   void truncate(index_t id, index_t position) override { held_.truncate(id, position); }

@@ -91,11 +91,9 @@ class kv_store<Layout> {
 
   /// Saves or loads a sequence as the plain store does. A search that has not ended begins anew where it is loaded.
   template <class Next, class Archive>
-  void transfer(index_t id, const Next& next, Archive& archive) {
-    const auto segments_of = [&](index_t layer) -> auto& { return stored_[sequence_layer{layer, id}].segments; };
-    if constexpr (!Archive::loads) searches_.adopt_result(id, segments_of);
+  void transfer_lengths_of(index_t id, const Next& next, Archive& archive) {
+    if constexpr (!Archive::loads) searches_.adopt_result(id, segments_of(id));
     for (index_t layer = 0; layer < order_.layers; ++layer) {
-      const std::size_t entry = order_.index({layer, id});
       stored_tokens& stored = stored_[sequence_layer{layer, id}];
       transfer_lengths(stored.lengths, next(layer), archive);
       transfer_lengths(stored.packed, next(layer), archive);
@@ -103,14 +101,21 @@ class kv_store<Layout> {
         stored.whole[h] = stored.lengths[h] - stored.packed[h];
         archive.require(stored.whole[h] >= 0, "with more packed rows than rows");
       }
-      if constexpr (Archive::loads) whole_.lay_out(entry, stored.whole);
+      stored.beside.transfer_kind(stored.lengths, next(layer), archive);
+    }
+  }
+  template <class Next, class Archive>
+  void transfer_rows_of(index_t id, const Next& next, Archive& archive) {
+    for (index_t layer = 0; layer < order_.layers; ++layer) {
+      stored_tokens& stored = stored_[sequence_layer{layer, id}];
+      if constexpr (Archive::loads) whole_.lay_out(order_.index({layer, id}), stored.whole);
       stored.beside.transfer(stored.lengths, next(layer), archive);
-      transfer_view(whole_.view(entry, stored.whole), archive);
+      transfer_view(whole_.view(order_.index({layer, id}), stored.whole), archive);
       archive.number(stored.since_packing);
       archive.require(stored.since_packing >= 0 && stored.since_packing <= next(layer), "with counts that cannot be");
       transfer_segments<Layout::k_dim, Layout::v_dim>(stored.segments, stored.packed, archive);
     }
-    searches_.transfer(id, segments_of, archive);
+    searches_.transfer(id, segments_of(id), archive);
   }
 
   view_type view(sequence_layer owner) {
@@ -352,6 +357,9 @@ class kv_store<Layout> {
   capacity available() const { return whole_.available(); }
 
  private:
+  auto segments_of(index_t id) {
+    return [this, id](index_t layer) -> auto& { return stored_[sequence_layer{layer, id}].segments; };
+  }
   /// A plan: segments, and the rows that they replace.
   struct stored_tokens {
     stored_tokens() = default;

@@ -32,6 +32,11 @@ void transfer_format(packed_format& format, index_t dim, Archive& archive) {
 template <class Placement, class Archive>
 void transfer_planes(packed_memory<Placement>& rows, const plane_bytes& planes, const host_vector<index_t>& lengths,
                      Archive& archive) {
+  offset_t bytes = 0;
+  for (int p = 0; p < packed_planes; ++p) {
+    for (const index_t length : lengths) bytes += padded_bytes(offset_t(length) * planes[std::size_t(p)]);
+  }
+  archive.begin_array(std::size_t(bytes));
   for (int p = 0; p < packed_planes; ++p) {
     const auto plane = packed_plane(p);
     for (index_t h = 0; h < index_t(lengths.size()); ++h)
@@ -39,6 +44,7 @@ void transfer_planes(packed_memory<Placement>& rows, const plane_bytes& planes, 
           lengths[std::size_t(h)], planes[std::size_t(p)], [&](index_t row) { return rows.address(plane, h, row); },
           archive);
   }
+  archive.end_array();
 }
 
 /// Saves or loads a segment of `kv_heads` heads. `previous`: the segment before it, which may have its basis; null:

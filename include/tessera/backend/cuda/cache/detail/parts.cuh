@@ -15,6 +15,7 @@
 #include "../../choose/first_stage.cuh"
 #include "../../read/reading.cuh"
 #include "../../store/pack.cuh"
+#include "../../store/sequence_archive.cuh"
 #include "draft_rows.cuh"
 #include "rereading.cuh"
 #include "row_staging.cuh"
@@ -160,6 +161,12 @@ struct cache_parts {
     if (roles.follows_recipe(owner.layer) && store.bound(owner).longest > 0) read_stage.refresh(owner, store, stream);
   }
 
+  /// What saves and loads pass through; the first one makes it.
+  transfer_buffer& save_buffer() {
+    if (!saving) saving.make(shape.kv_heads);
+    return *saving;
+  }
+
   /// Positions that steps may read of a layer, by kv_head, or by query head where those of a group read apart.
   host_vector<host_vector<index_t>> downloaded_lists(sequence_layer owner) const {
     if (!roles.follows_recipe(owner.layer)) return store.downloaded_positions(owner);
@@ -187,6 +194,7 @@ struct cache_parts {
   row_staging<T, Out> staging;
   drafts_type drafts;
   newest_slots newest;
+  made_on_demand<transfer_buffer> saving;
   bool traces_attended = false;
   sequence_table<host_vector<host_vector<index_t>>> attended;
 };

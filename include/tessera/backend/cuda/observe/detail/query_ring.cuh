@@ -123,34 +123,33 @@ class query_ring {
     }
   }
 
-  /// Saves a window as floats, [rows, q_heads, k_dim], or loads one. `position`: `next`, on the device. Waits for the
-  /// stream.
+  /// Saves a window as floats, [rows, q_heads, k_dim], or loads one. Waits for the stream.
   template <class Archive>
-  void transfer(sequence_layer owner, index_t next, const index_t* position, Archive& archive,
-                cudaStream_t stream) const {
-    index_t rows = (std::min)(window_, next);
+  void transfer(sequence_layer owner, index_t next, Archive& archive, cudaStream_t stream) const {
+    const index_t newest = (std::min)(window_, next);
     host_vector<float> values;
-    host_vector<T> own;
+    host_vector<T> ring(std::size_t(ring_ * row()));
+    T* const on_device = rings({owner.layer, owner.id}, nullptr).data;
+    const auto row_at = [&](index_t position) { return ring.data() + position % ring_ * row(); };
     if constexpr (!Archive::loads) {
-      const newest_rows<T> newest = gather(owner, nullptr, 1, position, stream);
-      own.resize(std::size_t(rows * row()));
-      check(cudaMemcpyAsync(own.data(), newest.q.data, own.size() * sizeof(T), cudaMemcpyDeviceToHost, stream),
+      check(cudaMemcpyAsync(ring.data(), on_device, ring.size() * sizeof(T), cudaMemcpyDeviceToHost, stream),
             "cudaMemcpyAsync");
       check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-      for (const T& value : own) values.push_back(float(value));
+      for (index_t position = next - newest; position < next; ++position) {
+        for (offset_t i = 0; i < row(); ++i) values.push_back(float(row_at(position)[i]));
+      }
     }
     archive.numbers(values, offset_t(window_ + 8) * row());
     archive.require(offset_t(values.size()) % row() == 0, "with a part of a query");
     if constexpr (Archive::loads) {
-      rows = (std::min)(rows, index_t(offset_t(values.size()) / row()));
+      const index_t rows = (std::min)(newest, index_t(offset_t(values.size()) / row()));
       if (rows == 0) return;
-      for (auto value = values.end() - rows * row(); value != values.end(); ++value) own.push_back(T(*value));
-      const device_buffer<T> newest(own.size());
-      check(cudaMemcpyAsync(newest.data(), own.data(), own.size() * sizeof(T), cudaMemcpyHostToDevice, stream),
+      auto value = values.end() - rows * row();
+      for (index_t position = next - rows; position < next; ++position) {
+        for (offset_t i = 0; i < row(); ++i) row_at(position)[i] = T(*value++);
+      }
+      check(cudaMemcpyAsync(on_device, ring.data(), ring.size() * sizeof(T), cudaMemcpyHostToDevice, stream),
             "cudaMemcpyAsync");
-      const device_buffer<index_t> first(1);
-      remember(owner, nullptr, nhd_rows<const T>(newest.data(), rows, heads_, dim_),
-               set_number(first.data(), next - rows, stream), stream);
       check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
     }
   }

@@ -1,0 +1,185 @@
+// Sequences saved in page-locked memory: the bytes of a sink, copies while other sequences step, damage, and use again.
+#include "backend/cuda/cache/cases/step_rows.hpp"
+#include "backend/cuda/cache/cases/steps_case.hpp"
+#include "laws/cpu_side.hpp"
+#include "support/calls/saved_bytes.hpp"
+#include "tessera/cache.hpp"
+#include "tessera/layout/dense_rows.hpp"
+#include "tessera/layout/fixed_pages.hpp"
+#include "tessera/layout/fp8_rows.hpp"
+#include "tessera/layout/ragged_pages.hpp"
+#include "tessera/layout/stored.hpp"
+#include "tessera/methods/full.hpp"
+#include "tessera/methods/h2o.hpp"
+#include "tessera/methods/snapkv.hpp"
+#include "tessera/methods/tangram.hpp"
+
+using namespace tessera;
+using namespace gpu_test;
+
+namespace {
+
+constexpr int dim = 64;
+const model_shape shape{3, 4, 2};
+
+template <class Method>
+class saving_cache {
+ public:
+  using input = typename Method::layout_type::element_type;
+
+  explicit saving_cache(Method method, index_t tokens = 1200) : kv_(shape, method, options_of(tokens)) {}
+  cuda::cache<Method>& kv() { return kv_; }
+  index_t written(index_t tokens) { return written(step_rows<input>(1, tokens, shape, dim)); }
+  index_t written(const step_rows<input>& x) {
+    const index_t id = kv_.open();
+    for (index_t layer = 0; layer < shape.layers; ++layer)
+      kv_.prefill(layer, id, x.rows(x.dq.data, x.q_heads), x.rows(x.dk.data, x.kv_heads), x.rows(x.dv.data, x.kv_heads),
+                  nullptr);
+    kv_.end_prefill(id, nullptr);
+    return id;
+  }
+  std::vector<float> step(index_t id, const step_rows<input>& x, cudaStream_t stream = nullptr) {
+    const std::size_t count = std::size_t(x.tokens * shape.q_heads * dim);
+    buffer<float> out(count * std::size_t(shape.layers));
+    const batch now = kv_.prepare_step({id}, x.tokens, stream);
+    kv_.begin_step(now, stream);
+    for (index_t layer = 0; layer < shape.layers; ++layer)
+      kv_.decode(layer, now, x.rows(x.dq.data, x.q_heads), x.rows(x.dk.data, x.kv_heads), x.rows(x.dv.data, x.kv_heads),
+                 nhd_rows(out.data + offset_t(layer) * offset_t(count), x.tokens, shape.q_heads, dim), {}, stream);
+    cuda::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    return out.get();
+  }
+
+ private:
+  static cuda::cache_options options_of(index_t tokens) {
+    cuda::cache_options options;
+    options.sequences = 6;
+    options.tokens = tokens;
+    options.step_tokens = 4;
+    return options;
+  }
+  cuda::cache<Method> kv_;
+};
+
+/// The bytes of both ways of a save, and what goes on behind both ways of a load.
+template <class Method>
+void saves_both_ways(const Method& method) {
+  saving_cache<Method> held(method), other(method);
+  const step_rows<typename saving_cache<Method>::input> one(1, 1, shape, dim), three(1, 3, shape, dim);
+  cuda::saved_sequence saved;
+  for (const index_t tokens : {1, 2, 17, 511, 1000}) {
+    CAPTURE(tokens);
+    const index_t id = held.written(tokens);
+    for (int steps = 0; steps < 2; ++steps) {
+      held.kv().save(id, saved);
+      const auto bytes = support::saved(held.kv(), id);
+      CHECK(support::bytes_of(saved) == bytes);
+      CHECK(saved.bytes() == bytes.size());
+      const index_t from_memory = other.kv().load(saved), from_source = support::loaded(other.kv(), bytes);
+      CHECK(support::saved(other.kv(), from_memory) == bytes);
+      CHECK(support::saved(other.kv(), from_source) == bytes);
+      const auto expected = held.step(id, three);
+      CHECK(other.step(from_memory, three) == expected);
+      CHECK(other.step(from_source, three) == expected);
+      other.kv().close(from_memory), other.kv().close(from_source);
+      held.step(id, one);
+    }
+    held.kv().close(id);
+  }
+}
+
+template <class Call>
+std::string said(const Call& call) {
+  try {
+    call();
+  } catch (const error& refusal) {
+    return refusal.what();
+  }
+  return {};
+}
+
+}  // namespace
+
+TEST_CASE("a saved sequence in page-locked memory has the bytes of a sink, and loads as they do", "[gpu]") {
+  snapkv<fp16, dim> first;
+  first.set_budget(100);
+  saves_both_ways(first);
+  h2o<bf16, dim> accumulates;
+  accumulates.set_budget(200);
+  saves_both_ways(accumulates);
+  snapkv<bf16, dim, dim, stored<dense_rows<bf16, dim>, fixed_pages<16>>> paged;
+  paged.set_budget(300);
+  saves_both_ways(paged);
+  saves_both_ways(full<bf16, dim, dim, stored<fp8_rows<bf16, dim>, fixed_pages<16>>>{});
+  tangram<bf16, dim> ragged;
+  ragged.set_budget(90);
+  saves_both_ways(ragged);
+}
+
+TEST_CASE("others step while a sequence is saved on a stream of its own", "[gpu]") {
+  using method = full<bf16, dim, dim, stored<dense_rows<bf16, dim>, fixed_pages<16>>>;
+  saving_cache<method> held({}, 20000);
+  const step_rows<bf16> one(1, 1, shape, dim);
+  const step_rows<bf16> prompt(1, 700, shape, dim);
+  const index_t saved_id = held.written(20000 - 64), steps_id = held.written(prompt), alone = held.written(prompt);
+  std::vector<std::vector<float>> expected;
+  for (int i = 0; i < 20; ++i) expected.push_back(held.step(alone, one));
+  const auto bytes = support::saved(held.kv(), saved_id);
+  cudaStream_t copies = nullptr, steps = nullptr;
+  cuda::check(cudaStreamCreateWithFlags(&copies, cudaStreamNonBlocking), "cudaStreamCreate");
+  cuda::check(cudaStreamCreateWithFlags(&steps, cudaStreamNonBlocking), "cudaStreamCreate");
+  cuda::saved_sequence saved(bytes.size() * 2);
+  for (int round = 0; round < 10; ++round) {
+    held.kv().save(saved_id, saved, copies);
+    CHECK(held.step(steps_id, one, steps) == expected[std::size_t(2 * round)]);
+    CHECK(held.step(steps_id, one, steps) == expected[std::size_t(2 * round + 1)]);
+    CHECK(support::bytes_of(saved) == bytes);
+    CHECK(saved.has_arrived());
+  }
+  held.kv().close(saved_id);
+  const index_t back = held.kv().load(saved, steps);
+  cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  CHECK(support::saved(held.kv(), back) == bytes);
+  cudaStreamDestroy(copies), cudaStreamDestroy(steps);
+}
+
+TEST_CASE("saved bytes that are damaged anywhere are refused by the device's checksums, and nothing is opened",
+          "[gpu]") {
+  snapkv<bf16, dim> method;
+  method.set_budget(40);
+  saving_cache<snapkv<bf16, dim>> held(method), target(method);
+  const auto bytes = support::saved(held.kv(), held.written(200));
+  const index_t id = support::loaded(target.kv(), bytes);
+  target.kv().close(id);
+  for (std::size_t at = 0; at < bytes.size(); at += 1 + at % 1009) {
+    CAPTURE(at);
+    auto damaged = bytes;
+    damaged[at] = static_cast<unsigned char>(damaged[at] ^ (1u << (at % 8)));
+    REQUIRE(said([&] { support::loaded(target.kv(), damaged); }).find("; expected ") != std::string::npos);
+    REQUIRE(said([&] {
+              support::loaded(target.kv(), {bytes.begin(), bytes.begin() + std::ptrdiff_t(at)});
+            }).find("; expected ") != std::string::npos);
+  }
+  CHECK(support::loaded(target.kv(), bytes) == id);
+  const cuda::saved_sequence none;
+  CHECK_THAT(said([&] { none.wait(); }), contains("saved sequence is none; expected a whole one"));
+  CHECK_THAT(said([&] { target.kv().load(none); }), contains("saved sequence is none; expected a whole one"));
+  CHECK_THROWS_AS(held.kv().save(5, *std::make_unique<cuda::saved_sequence>()), error);
+}
+
+TEST_CASE("a sequence moves between a GPU's page-locked memory and a cache on the CPU", "[gpu]") {
+  using method = snapkv<bf16, dim>;
+  method recipe;
+  recipe.set_budget(64);
+  saving_cache<method> held(recipe);
+  const index_t id = held.written(333);
+  cuda::saved_sequence saved;
+  held.kv().save(id, saved);
+  cache<method> on_host(shape, recipe, std::make_shared<cpu::executor>(1));
+  const auto bytes = support::bytes_of(saved);
+  const index_t there = support::loaded(on_host, bytes);
+  CHECK(on_host.positions(1, there, 1) == held.kv().positions(1, id, 1));
+  CHECK(support::saved(on_host, there) == bytes);
+  const index_t back = support::loaded(held.kv(), support::saved(on_host, there));
+  CHECK(support::saved(held.kv(), back) == bytes);
+}
