@@ -140,7 +140,7 @@ struct backend_laws : calls_of_side<Side> {
     prefill(cache, id, chunk);  // a prompt is under way
     const sequence_answers within = answers_of(cache, id);
     CHECK_THROWS_AS(step(cache, {id}, {rows(1)}), tessera::error);
-    if constexpr (cache_type::saves) CHECK_THROWS_AS(cache.save(id, [](const void*, std::size_t) {}), tessera::error);
+    CHECK_THROWS_AS(cache.save(id, [](const void*, std::size_t) {}), tessera::error);
     CHECK(answers_of(cache, id) == within);
     side.prefill_layer(cache, id, chunk, 0);  // and a chunk
     const sequence_answers between = answers_of(cache, id);
@@ -225,7 +225,7 @@ struct backend_laws : calls_of_side<Side> {
   /// A sequence that was saved and loaded, here or in another cache, answers as its source and goes on as it would.
   /// Bytes that are cut or damaged, and calls between which nothing can be saved, change nothing.
   void saved_sequences_go_on_as_their_source() {
-    if constexpr (cache_type::saves) {
+    {
       cache_type cache = side.make(), other = side.make();
       const index_t id = prompt(cache, {rows(44), rows(9)});
       for (int i = 0; i < 3; ++i) step(cache, {id}, {rows(2)});

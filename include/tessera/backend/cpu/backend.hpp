@@ -40,7 +40,7 @@ class backend {
   static constexpr bool takes_uneven_steps = true;
 
   /// Whether sequences can be saved and loaded.
-  static constexpr bool saves = true;
+  static bool saves(const Recipe&) { return true; }
 
   /// Whether a step that has layers left can be taken back once it is through.
   static constexpr bool cancels_steps =

@@ -47,8 +47,11 @@ class backend {
   /// Whether sequences of one step may have different numbers of tokens.
   static constexpr bool takes_uneven_steps = parts_type::takes_uneven_steps;
 
-  /// Whether sequences can be saved and loaded: those of packed rows cannot yet.
-  static constexpr bool saves = !packing_layout<layout>;
+  /// Whether sequences can be saved and loaded: not those whose packing strategies are searched.
+  static bool saves(const Recipe& recipe) {
+    if constexpr (packing_layout<layout>) return !searches_strategies(recipe.layout);
+    return true;
+  }
 
   /// Whether a step that has layers left can be taken back once it is through.
   static constexpr bool cancels_steps = taken_back<Recipe>() != takes_back::nothing && !packing_layout<layout> &&

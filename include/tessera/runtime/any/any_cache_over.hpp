@@ -43,7 +43,7 @@ class any_cache_over : public any_cache {
     facts_.shares_pages = Backend::in_groups;
     facts_.packs = packs_rows;
     facts_.cuts_prompts = cache_type::cuts_prompts;
-    facts_.saves = cache_type::saves;
+    facts_.saves = cache_.can_save();
   }
 
   const model_shape& shape() const override { return cache_.shape(); }
@@ -58,12 +58,10 @@ class any_cache_over : public any_cache {
     return cache_.fork(id, position, queue_of(stream));
   }
   void save(index_t id, const std::function<void(const void*, std::size_t)>& sink, void* stream) override {
-    if constexpr (cache_type::saves) return cache_.save(id, sink, queue_of(stream));
-    fail_to_save();
+    cache_.save(id, sink, queue_of(stream));
   }
   index_t load(const std::function<std::size_t(void*, std::size_t)>& source, void* stream) override {
-    if constexpr (cache_type::saves) return cache_.load(source, queue_of(stream));
-    fail_to_save();
+    return cache_.load(source, queue_of(stream));
   }
   void close(index_t id, void* stream) override { cache_.close(id, queue_of(stream)); }
   void truncate(index_t id, index_t position, void* stream) override {
@@ -178,10 +176,6 @@ class any_cache_over : public any_cache {
 
  private:
   static rows_view<const In> rows(const untyped_input& given) { return given.template as<const In>(); }
-  [[noreturn]] static void fail_to_save() {
-    fail("method of a saved cache", "one of packed rows", "one of whole rows on a GPU",
-         "save it on the CPU, or keep the tokens");
-  }
   [[noreturn]] static void fail_to_rank() {
     fail("ranked tokens", "asked of a cache on a GPU", "a cache on the CPU", "make the cache there");
   }

@@ -51,6 +51,13 @@ constexpr offset_t saved_bytes_of(index_t count) {
   return part(D * offset_t(sizeof(Stored))) + part(Dv * offset_t(sizeof(Stored))) + (Scaled ? 2 * part(4) : 0);
 }
 
+/// Saves or loads a count from 0 to `most`.
+template <class Archive>
+void transfer_count(index_t& count, index_t most, Archive& archive) {
+  archive.number(count);
+  archive.require(count >= 0 && count <= most, "with counts that cannot be");
+}
+
 /// Saves or loads lengths of heads, which are at most `next`, the layer's next position.
 template <class Archive>
 void transfer_lengths(host_vector<index_t>& lengths, index_t next, Archive& archive) {

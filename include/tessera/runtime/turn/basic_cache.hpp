@@ -51,8 +51,6 @@ class basic_cache {
   using layout = typename Recipe::layout_type;
   using element_type = typename layout::element_type;
   static constexpr int k_dim = layout::k_dim, v_dim = layout::v_dim;
-  /// Whether sequences can be saved and loaded.
-  static constexpr bool saves = requires { requires Backend::saves; };
   /// Whether some tokens of a prompt that has begun can be taken back, and forks stand at positions within it.
   static constexpr bool cuts_prompts = prompts_can_be_cut<Recipe>;
 
@@ -64,6 +62,8 @@ class basic_cache {
         conversations_(shape_, recipe_),
         backend_(shape_, recipe_, std::move(resources)) {}
 
+  /// Whether sequences can be saved and loaded: not where a GPU searches strategies of packed rows.
+  bool can_save() const { return Backend::saves(recipe_); }
   const model_shape& shape() const { return shape_; }
   const Recipe& recipe() const { return recipe_; }
 
@@ -136,7 +136,7 @@ class basic_cache {
   /// copy and returns. Until the bytes have arrived the sequence must stay as it is; others may step on other streams.
   /// Errors   a prompt, a step or a draft under way: tessera::error.
   template <class Sink>
-  void save(index_t id, Sink&& sink, default_queue queue = {}) requires saves;
+  void save(index_t id, Sink&& sink, default_queue queue = {});
 
   /// Opens the sequence that `save` wrote, in a cache with the same recipe, parameters and shape, and returns its id.
   /// source(void* data, std::size_t bytes) fills the memory and returns the bytes that it had, fewer only at the end.
@@ -145,7 +145,7 @@ class basic_cache {
   /// Errors   bytes that are cut, damaged, of another version or of another cache; no memory, or a pool with too few
   ///          pages: an exception, and the cache is as before.
   template <class Source>
-  index_t load(Source&& source, default_queue queue = {}) requires saves;
+  index_t load(Source&& source, default_queue queue = {});
 
   void close(index_t id, default_queue queue = {});
 

@@ -11,6 +11,7 @@
 #include "tessera/layout/stored.hpp"
 #include "tessera/methods/full.hpp"
 #include "tessera/methods/h2o.hpp"
+#include "tessera/methods/mosaickv.hpp"
 #include "tessera/methods/snapkv.hpp"
 #include "tessera/methods/tangram.hpp"
 
@@ -61,6 +62,16 @@ class saving_cache {
   cuda::cache<Method> kv_;
 };
 
+template <class Call>
+std::string said(const Call& call) {
+  try {
+    call();
+  } catch (const error& refusal) {
+    return refusal.what();
+  }
+  return {};
+}
+
 /// The bytes of both ways of a save, and what goes on behind both ways of a load.
 template <class Method>
 void saves_both_ways(const Method& method) {
@@ -88,16 +99,6 @@ void saves_both_ways(const Method& method) {
   }
 }
 
-template <class Call>
-std::string said(const Call& call) {
-  try {
-    call();
-  } catch (const error& refusal) {
-    return refusal.what();
-  }
-  return {};
-}
-
 }  // namespace
 
 TEST_CASE("a saved sequence in page-locked memory has the bytes of a sink, and loads as they do", "[gpu]") {
@@ -114,6 +115,22 @@ TEST_CASE("a saved sequence in page-locked memory has the bytes of a sink, and l
   tangram<bf16, dim> ragged;
   ragged.set_budget(90);
   saves_both_ways(ragged);
+}
+
+TEST_CASE("packed rows are saved with their bases, and load as they do", "[gpu]") {
+  mosaickv<bf16, dim> method;
+  method.layout.rows.segment = 256;
+  saves_both_ways(method);
+  method.layout.rows.element = packed_element::int4;
+  saves_both_ways(method);
+  method.layout.rows.element = packed_element::fp8;
+  saves_both_ways(method);
+  method.layout.rows.strategy.strategy = strategy_choice::searched;
+  saving_cache<mosaickv<bf16, dim>> searching(method);
+  CHECK(!searching.kv().can_save());
+  const index_t id = searching.written(40);
+  CHECK_THAT(said([&] { support::saved(searching.kv(), id); }),
+             contains("one whose packing strategies a GPU searches"));
 }
 
 TEST_CASE("others step while a sequence is saved on a stream of its own", "[gpu]") {
@@ -167,19 +184,29 @@ TEST_CASE("saved bytes that are damaged anywhere are refused by the device's che
   CHECK_THROWS_AS(held.kv().save(5, *std::make_unique<cuda::saved_sequence>()), error);
 }
 
-TEST_CASE("a sequence moves between a GPU's page-locked memory and a cache on the CPU", "[gpu]") {
-  using method = snapkv<bf16, dim>;
-  method recipe;
-  recipe.set_budget(64);
-  saving_cache<method> held(recipe);
-  const index_t id = held.written(333);
+/// A sequence goes to a cache on the CPU and back.
+template <class Method>
+void moves_both_ways(const Method& recipe) {
+  saving_cache<Method> held(recipe);
+  const index_t id = held.written(700);
   cuda::saved_sequence saved;
   held.kv().save(id, saved);
-  cache<method> on_host(shape, recipe, std::make_shared<cpu::executor>(1));
+  cache<Method> on_host(shape, recipe, std::make_shared<cpu::executor>(1));
   const auto bytes = support::bytes_of(saved);
   const index_t there = support::loaded(on_host, bytes);
   CHECK(on_host.positions(1, there, 1) == held.kv().positions(1, id, 1));
   CHECK(support::saved(on_host, there) == bytes);
   const index_t back = support::loaded(held.kv(), support::saved(on_host, there));
   CHECK(support::saved(held.kv(), back) == bytes);
+}
+
+TEST_CASE("a sequence moves between a GPU's page-locked memory and a cache on the CPU", "[gpu]") {
+  snapkv<bf16, dim> first;
+  first.set_budget(64);
+  moves_both_ways(first);
+  mosaickv<bf16, dim> packed;
+  packed.layout.rows.segment = 256;
+  moves_both_ways(packed);
+  packed.layout.rows.element = packed_element::int4;
+  moves_both_ways(packed);
 }

@@ -304,18 +304,17 @@ class kv_store {
     lengths_.copy(from, to, stream);
   }
 
-  /// Makes an empty entry one whose heads store `counts` tokens, rows and columns of which are not written yet.
-  void lay_out(sequence_layer owner, const host_vector<index_t>& counts, cudaStream_t stream) {
-    const offset_t total = std::accumulate(counts.begin(), counts.end(), offset_t(0));
-    const kept_bound held{{*std::max_element(counts.begin(), counts.end()), total}, counts};
-    if (held.longest == 0) return;
-    require_tokens_of_head(held.longest, tokens_);
+  /// Makes an empty entry one whose heads store `counts` tokens, of which nothing is written yet: see stored_bounds.
+  void lay_out(sequence_layer owner, const host_vector<index_t>& counts, index_t since, cudaStream_t stream) {
+    const index_t longest = *std::max_element(counts.begin(), counts.end());
+    if (longest == 0) return;
+    require_tokens_of_head(longest, tokens_);
     const std::size_t entry = order_.index(owner);
-    stored_.keep(entry, held);
+    stored_.lay_out(entry, counts, since);
     try {
       plan_changes([&] {
         rows_.plan_empty(entry, stored_.tokens(entry));
-        if (columns_.holds_planes()) columns_.plan_rows(entry, held, 0);
+        if (columns_.holds_planes()) columns_.plan_rows(entry, stored_.bound(entry), 0);
       });
     } catch (...) {
       stored_.clear(entry);

@@ -129,21 +129,22 @@ __global__ void __launch_bounds__(saving_threads)
   }
   add_to_sum(sum, slice.sum);
 }
-/// Positions of heads of which nothing was dropped.
+/// Positions of heads of which nothing was dropped, from `begin` on.
 template <int Threads>
-__global__ void __launch_bounds__(Threads) count_positions_entry(cached_columns cached, const saved_head* heads) {
+__global__ void __launch_bounds__(Threads)
+    count_positions_entry(cached_columns cached, const saved_head* heads, index_t begin) {
   const index_t head = blockIdx.y;
   for (index_t i = index_t(blockIdx.x * Threads + threadIdx.x); i < heads[head].rows; i += index_t(gridDim.x * Threads))
-    cached.data[0][cached.begins[head] + i] = std::uint32_t(i);
+    cached.data[0][cached.begins[head] + i] = std::uint32_t(begin + i);
 }
 
 }  // namespace detail
 
 /// Saves a layer whose heads have `counts` rows, or loads one: an array of columns, if there are any, and one of rows.
-/// `scattered`: positions are saved. next: the layer's next position.
+/// `scattered`: positions are saved; else they count from `begin` on. next: the layer's next position.
 template <class View, class Archive>
 void transfer_layer(const View& view, const detail::cached_columns& columns, const host_vector<index_t>& counts,
-                    bool scattered, index_t next, Archive& archive, cudaStream_t stream) {
+                    bool scattered, index_t begin, index_t next, Archive& archive, cudaStream_t stream) {
   using stored = typename View::stored_type;
   static_assert(View::k_dim * sizeof(stored) % 16 == 0 && View::v_dim * sizeof(stored) % 16 == 0);
   constexpr auto way = Archive::loads ? detail::saved_way::to_cache : detail::saved_way::to_slice;
@@ -196,7 +197,7 @@ void transfer_layer(const View& view, const detail::cached_columns& columns, con
       });
   if (Archive::loads && columns.data[0] && !scattered && longest > 0) {
     detail::count_positions_entry<detail::saving_threads>
-        <<<grid, detail::saving_threads, 0, stream>>>(columns, uploaded);
+        <<<grid, detail::saving_threads, 0, stream>>>(columns, uploaded, begin);
     check(cudaGetLastError(), "launch of count_positions");
   }
 }

@@ -10,6 +10,11 @@ TESSERA_NAMESPACE_BEGIN
 
 namespace detail {
 
+inline void require_saves(bool holds) {
+  require(holds, "saved sequence", "one whose packing strategies a GPU searches", "one of fixed strategies",
+          "pass strategy fixed, or save sequences of the CPU");
+}
+
 /// Saves or loads the budgets that `open` was given.
 template <class Archive>
 void transfer_options(sequence_options& options, Archive& archive) {
@@ -34,8 +39,9 @@ void transfer_plan(stage_plan& plan, Archive& archive) {
 
 template <class Recipe, class Backend>
 template <class Sink>
-void basic_cache<Recipe, Backend>::save(index_t id, Sink&& sink, default_queue queue) requires saves {
+void basic_cache<Recipe, Backend>::save(index_t id, Sink&& sink, default_queue queue) {
   const default_float_mode mode;
+  detail::require_saves(can_save());
   conversations_.sequence(id).check_save();
   detours_.require_none(id);
   backend_.check_fork(id);
@@ -52,8 +58,9 @@ void basic_cache<Recipe, Backend>::save(index_t id, Sink&& sink, default_queue q
 
 template <class Recipe, class Backend>
 template <class Source>
-index_t basic_cache<Recipe, Backend>::load(Source&& source, default_queue queue) requires saves {
+index_t basic_cache<Recipe, Backend>::load(Source&& source, default_queue queue) {
   const default_float_mode mode;
+  detail::require_saves(can_save());
   auto archive = backend_.reader(source, queue);
   transfer_identity(identity_of(recipe_, shape_), archive);
   sequence_options options;

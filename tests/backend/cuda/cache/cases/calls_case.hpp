@@ -36,8 +36,8 @@ class device_calls final : public support::called_cache {
   index_t open(const sequence_options& options) override { return held_.open(options); }
   index_t fork(index_t id) override { return held_.fork(id); }
   /// Every other time in page-locked memory, and from there if nothing else was saved meanwhile.
-  std::vector<unsigned char> saved_bytes([[maybe_unused]] index_t id) override {
-    if constexpr (cuda::cache<Method>::saves) {
+  std::vector<unsigned char> saved_bytes(index_t id) override {
+    if (held_.can_save()) {
       memory_->swaps = !memory_->swaps;
       if (!memory_->swaps) return support::saved(held_, id);
       held_.save(id, memory_->swapped);
@@ -45,8 +45,8 @@ class device_calls final : public support::called_cache {
     }
     return {};
   }
-  index_t load_bytes([[maybe_unused]] const std::vector<unsigned char>& bytes) override {
-    if constexpr (cuda::cache<Method>::saves) {
+  index_t load_bytes(const std::vector<unsigned char>& bytes) override {
+    if (held_.can_save()) {
       if (!memory_->swapped_bytes.empty() && memory_->swapped_bytes == bytes) return held_.load(memory_->swapped);
       return support::loaded(held_, bytes);
     }

@@ -102,6 +102,8 @@ class kv_store<Layout> {
         archive.require(stored.whole[h] >= 0, "with more packed rows than rows");
       }
       stored.beside.transfer_kind(stored.lengths, next(layer), archive);
+      transfer_count(stored.since_packing, next(layer), archive);
+      transfer_segments<Layout::k_dim, Layout::v_dim>(stored.segments, stored.packed, archive);
     }
   }
   template <class Next, class Archive>
@@ -111,9 +113,7 @@ class kv_store<Layout> {
       if constexpr (Archive::loads) whole_.lay_out(order_.index({layer, id}), stored.whole);
       stored.beside.transfer(stored.lengths, next(layer), archive);
       transfer_view(whole_.view(order_.index({layer, id}), stored.whole), archive);
-      archive.number(stored.since_packing);
-      archive.require(stored.since_packing >= 0 && stored.since_packing <= next(layer), "with counts that cannot be");
-      transfer_segments<Layout::k_dim, Layout::v_dim>(stored.segments, stored.packed, archive);
+      for (const segment_pointer& segment : stored.segments) transfer_segment_rows(*segment, archive);
     }
     searches_.transfer(id, segments_of(id), archive);
   }

@@ -5,28 +5,12 @@
 #include <utility>
 
 #include "../../../../core/host/host_vector.hpp"
+#include "../../../../runtime/saved/packed_format.hpp"
 #include "../../../../runtime/saved/rows.hpp"
 #include "segment.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-
-/// Saves or loads the format of a segment's vectors of `dim` elements.
-template <class Archive>
-void transfer_format(packed_format& format, index_t dim, Archive& archive) {
-  int element = int(format.element);
-  archive.number(element);
-  archive.require(element >= int(packed_element::same) && element <= int(packed_element::single),
-                  "with rows of an unknown element");
-  format.element = packed_element(element);
-  for (index_t* number : {&format.channels, &format.group, &format.stored_channels}) archive.number(*number);
-  archive.flag(format.own_bits);
-  const bool groups = format.group == 1 || format.group == 2 || format.group == 4;
-  archive.require(groups && format.channels >= 1 && format.channels <= dim && format.stored_channels >= 1 &&
-                      format.stored_channels <= format.channels && format.channels % format.group == 0 &&
-                      format.stored_channels % format.group == 0,
-                  "with channels that cannot be");
-}
 
 /// Saves or loads planes of rows: `lengths` rows of each head, for which there is memory.
 template <class Placement, class Archive>
@@ -47,8 +31,8 @@ void transfer_planes(packed_memory<Placement>& rows, const plane_bytes& planes, 
   archive.end_array();
 }
 
-/// Saves or loads a segment of `kv_heads` heads. `previous`: the segment before it, which may have its basis; null:
-/// there is none.
+/// Saves or loads what a segment of `kv_heads` heads has beside its rows. `previous`: the segment before it, which may
+/// have its basis; null: there is none. A loaded segment has memory for its rows.
 template <class Placement, class Archive>
 void transfer_segment(std::shared_ptr<packed_segment<Placement>>& segment, const packed_segment<Placement>* previous,
                       index_t kv_heads, index_t k_dim, index_t v_dim, Archive& archive) {
@@ -88,16 +72,21 @@ void transfer_segment(std::shared_ptr<packed_segment<Placement>>& segment, const
   }
   transfer_lengths(segment->lengths, max_tokens, archive);
   archive.rows(segment->losses.data(), segment->losses.size());
-  const host_vector<index_t> none(std::size_t(kv_heads), 0), blocks = segment -> blocks_of(segment->lengths);
   if constexpr (Archive::loads) {
+    const host_vector<index_t> none(std::size_t(kv_heads), 0);
     segment->rows.reserve(none, segment->lengths, false);
-    segment->means.reserve(none, blocks, false);
+    segment->means.reserve(none, segment->blocks_of(segment->lengths), false);
   }
-  transfer_planes(segment->rows, format.planes(), segment->lengths, archive);
-  if (format.block > 0) transfer_planes(segment->means, format.mean_planes(), blocks, archive);
+}
+template <class Placement, class Archive>
+void transfer_segment_rows(packed_segment<Placement>& segment, Archive& archive) {
+  const segment_format& format = segment.format;
+  transfer_planes(segment.rows, format.planes(), segment.lengths, archive);
+  if (format.block > 0)
+    transfer_planes(segment.means, format.mean_planes(), segment.blocks_of(segment.lengths), archive);
 }
 
-/// Saves or loads the segments of a layer, which have `packed` rows of each head.
+/// Saves or loads the segments of a layer, which have `packed` rows of each head, without their rows.
 template <int D, int Dv, class Placement, class Archive>
 void transfer_segments(host_vector<std::shared_ptr<packed_segment<Placement>>>& segments,
                        const host_vector<index_t>& packed, Archive& archive) {

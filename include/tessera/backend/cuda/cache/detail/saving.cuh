@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../../../runtime/turn/sequence_state.hpp"
+#include "../../store/packed/saved_segments.cuh"
 #include "../../store/saving.cuh"
 #include "parts.cuh"
 

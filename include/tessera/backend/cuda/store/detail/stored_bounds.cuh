@@ -63,6 +63,16 @@ class stored_bounds {
     }
     since_[entry] = 0;
   }
+  /// Heads of an empty entry have `counts` tokens, of which each gained `since` since slots were chosen.
+  void lay_out(std::size_t entry, const host_vector<index_t>& counts, index_t since) {
+    bounds_[entry] = {};
+    since_[entry] = since;
+    for (std::size_t h = 0; h < counts.size(); ++h) {
+      first_[entry * std::size_t(heads_) + h] = counts[h] - since;
+      bounds_[entry].longest = (std::max)(bounds_[entry].longest, counts[h]);
+      bounds_[entry].total += counts[h];
+    }
+  }
   void copy(std::size_t from, std::size_t to) {
     bounds_[to] = bounds_[from];
     since_[to] = since_[from];

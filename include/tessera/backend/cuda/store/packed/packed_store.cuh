@@ -2,7 +2,7 @@
 #pragma once
 
 #include <algorithm>
-#include <numeric>
+#include <tuple>
 #include <utility>
 
 #include "../../../../core/host/host_vector.hpp"
@@ -17,14 +17,13 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Has the same calls as kv_store. New tokens are stored as whole rows, in a kv_store. `plan_packing` finds the rows
-/// that are due, and their bases. `commit_packing` packs them into segments. Layers that do not follow the recipe never
-/// pack. Nothing is dropped from segments. So all heads have equal lengths, and the host knows every length.
-///
-/// Full tails are packed between two steps, not inside the step that fills them. Sequences of a batch fill their tails
-/// at different steps, and a recorded step would launch the packing for all of them in every layer.
-/// Memory   segments of every (layer, sequence) for `tokens` tokens, and whole rows as a plain cache has them: see
-///          kv_store. Bases when segments begin: 4 * channels * dim bytes for K and V of a head.
+/// Has the calls of kv_store. New tokens are whole rows, in a kv_store. `plan_packing` finds the rows that are due, and
+/// their bases. `commit_packing` packs them into segments. Layers that do not follow the recipe never pack. Nothing is
+/// dropped from segments: all heads have equal lengths, which the host knows.
+/// Full tails are packed between two steps: sequences of a batch fill theirs at different steps, and a recorded step
+/// would launch the packing for all of them in every layer.
+/// Memory   segments of every (layer, sequence) for `tokens` tokens, whole rows as in a kv_store, and bases when
+///          segments begin: 4 * channels * dim bytes for K and V of a head.
 /// Errors   when made, what the device does not pack; later, a second moment with NaN or infinity: tessera::error.
 template <packing_layout Layout>
 class kv_store<Layout> {
@@ -95,8 +94,8 @@ class kv_store<Layout> {
   }
   void plan_room(const sequence_layers& owners, index_t tokens, bool moves_rows, cudaStream_t stream) {
     for (const sequence_layer owner : owners) require_fits(owner, tokens);
-    // Rows that have been packed leave in place.
-    plan_whole([&] { whole_.plan_room(owners, tokens, moves_rows || !pending_.owners.empty()); }, stream);
+    const bool drops = !pending_.owners.empty();  // rows that have been packed leave in place
+    plan_whole([&] { whole_.plan_room(owners, tokens, moves_rows || drops); }, stream);
   }
   bool moves() const { return whole_.moves(); }
   void abandon() { whole_.abandon(); }
@@ -280,6 +279,7 @@ class kv_store<Layout> {
       searches_.settle(id, packed_, due, stream);
     }
   }
+  std::tuple<whole_store&, segment_store&, const packing_layers&> parts() { return {whole_, packed_, packing_}; }
   segment_searches<Layout, view_type>& searches() { return searches_; }
   const segment_searches<Layout, view_type>& searches() const { return searches_; }
 

@@ -186,6 +186,14 @@ class segment_store {
     records_[entry].push_back(std::move(record));
     write_entry(entry, records_[entry].size() - 1, stream);
   }
+  /// Adds a segment of `rows` rows, which the caller writes.
+  void add_loaded(sequence_layer owner, segment_record record, index_t rows, cudaStream_t stream) {
+    segment_record begun = behind(owner, std::move(record), {});
+    begun.rows = rows;
+    add_segment(owner, std::move(begun), stream);
+  }
+  /// Where the rows of the i-th segment lie.
+  device_segment on_device(sequence_layer owner, std::size_t i) const { return segment(order_.index(owner), i); }
   /// Notes that the last segment grew by `rows`.
   void grew(sequence_layer owner, index_t rows) { records_[order_.index(owner)].back().rows += rows; }
 

@@ -1,0 +1,277 @@
+// Segments of packed rows on the device to and from an archive, in the bytes that the CPU's segments have there.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "../../../../runtime/saved/packed_format.hpp"
+#include "../saving.cuh"
+#include "packed_store.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+/// Moves rows of `bytes` bytes, which lie `stride` apart in the cache and side by side in an array. What a row has
+/// behind its bytes becomes 0 in the cache.
+template <saved_way Way>
+__device__ __forceinline__ device_sum move_bytes(const saving_thread& own, offset_t at, index_t rows, index_t bytes,
+                                                 index_t stride, std::byte* cached) {
+  const auto each = [&](offset_t word, const auto& visit) {
+    index_t row = index_t(word * 8 / bytes), byte = index_t(word * 8 % bytes);
+    for (int i = 0; i < 8 && row < rows; ++i) {
+      visit(cached + offset_t(row) * stride + byte, 8 * i, byte);
+      if (++byte == bytes) byte = 0, ++row;
+    }
+  };
+  return move_part<Way, uint2>(
+      own, at, offset_t(rows) * bytes,
+      [&](offset_t i) {
+        std::uint64_t word = 0;
+        each(i, [&](const std::byte* from, int shift, index_t) { word |= std::uint64_t(*from) << shift; });
+        return uint2{unsigned(word), unsigned(word >> 32)};
+      },
+      [&](offset_t i, const uint2& moved) {
+        const std::uint64_t word = moved.x | std::uint64_t(moved.y) << 32;
+        each(i, [&](std::byte* to, int shift, index_t byte) {
+          *to = std::byte(word >> shift & 255);
+          for (index_t rest = 1; byte + 1 == bytes && byte + rest < stride; ++rest) to[rest] = std::byte(0);
+        });
+      });
+}
+
+/// The planes of rows, or with one kind those of means, as cpu::packed_plane orders them. blockIdx.y: the head.
+template <saved_way Way, int Threads>
+__global__ void __launch_bounds__(Threads)
+    move_planes_entry(const __grid_constant__ packed_vectors k, const __grid_constant__ packed_vectors v, int kinds,
+                      index_t rows, saved_slice slice) {
+  const index_t head = blockIdx.y, heads = gridDim.y;
+  const saving_thread own{slice, int(blockIdx.x * Threads + threadIdx.x), int(gridDim.x * Threads)};
+  offset_t at = 0;
+  device_sum sum = 0;
+  const auto plane = [&](index_t bytes, index_t stride, void* cached) {
+    if (bytes == 0) return;
+    const offset_t part = padded_bytes(offset_t(rows) * bytes);
+    sum += move_bytes<Way>(own, at + head * part, rows, bytes, stride, static_cast<std::byte*>(cached));
+    at += heads * part;
+  };
+  const auto kind = [&](const auto& visit) { visit(k), kinds > 1 ? visit(v) : void(); };
+  kind([&](const packed_vectors& of) {
+    plane(of.format.value_bytes(), value_stride(of.format.value_bytes()), of.values_of(head, 0));
+  });
+  kind([&](const packed_vectors& of) {
+    plane(of.format.bit_bytes(), bit_words(of.format) * 4, of.format.own_bits ? of.own_bits_of(head, 0) : nullptr);
+  });
+  kind([&](const packed_vectors& of) {
+    plane(of.format.scale_bytes(), 4, of.format.scaled() ? of.scales + of.row(head, 0) : nullptr);
+  });
+  add_to_sum(sum, slice.sum);
+}
+
+/// Saves or loads rows of a segment, or, without `v`, its means.
+template <class Archive>
+void transfer_planes(const packed_vectors& k, const packed_vectors* v, index_t rows, index_t kv_heads, Archive& archive,
+                     cudaStream_t stream) {
+  offset_t bytes = 0;
+  for (const packed_vectors* of : {&k, v}) {
+    if (!of) continue;
+    for (const index_t row : {of->format.value_bytes(), of->format.bit_bytes(), of->format.scale_bytes()})
+      bytes += kv_heads * padded_bytes(offset_t(rows) * row);
+  }
+  constexpr auto way = Archive::loads ? saved_way::to_cache : saved_way::to_slice;
+  const dim3 grid{unsigned(std::clamp(rows / 16, 1, (std::max)(1, saving_blocks / int(kv_heads)))), unsigned(kv_heads)};
+  archive.device_array(
+      std::size_t(bytes), [](const std::byte*) {},
+      [&](const saved_slice& slice) {
+        move_planes_entry<way, saving_threads>
+            <<<grid, saving_threads, 0, stream>>>(k, v ? *v : k, v ? 2 : 1, rows, slice);
+        check(cudaGetLastError(), "launch of move_planes");
+      });
+}
+
+/// Bases and sets of a segment on the host, as the CPU's segments have them.
+struct host_bases {
+  host_vector<float> k, v;
+  host_vector<std::uint8_t> k_set, v_set;
+};
+template <class T>
+void download(host_vector<T>& to, const void* from, std::size_t count, cudaStream_t stream) {
+  to.resize(count);
+  check(cudaMemcpyAsync(to.data(), from, count * sizeof(T), cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+}
+/// Sets on the device are words of a head, on the host bytes.
+inline void download_set(host_vector<std::uint8_t>& to, const std::uint32_t* from, const packed_format& format,
+                         index_t kv_heads, cudaStream_t stream) {
+  if (format.own_bits) return;
+  const std::size_t words = std::size_t(bit_words(format)), bytes = std::size_t(format.set_bytes());
+  host_vector<std::uint32_t> all;
+  download(all, from, std::size_t(kv_heads) * words, stream);
+  to.resize(std::size_t(kv_heads) * bytes);
+  for (std::size_t h = 0; h < std::size_t(kv_heads); ++h)
+    std::memcpy(to.data() + h * bytes, all.data() + h * words, bytes);
+}
+inline host_bases downloaded_bases(const segment_record& of, const segment_formats& formats, index_t kv_heads,
+                                   cudaStream_t stream) {
+  host_bases made;
+  if (of.bases) {
+    download(made.k, of.k_basis, std::size_t(kv_heads * formats.k_basis()), stream);
+    download(made.v, of.v_basis, std::size_t(kv_heads * formats.v_basis()), stream);
+  }
+  if (of.sets) {
+    download_set(made.k_set, of.k_set, of.k, kv_heads, stream);
+    download_set(made.v_set, of.v_set, of.v, kv_heads, stream);
+  }
+  return made;
+}
+/// Gives a record bases and sets of its own on the device.
+inline void upload_bases(segment_record& to, const host_bases& given, index_t kv_heads, cudaStream_t stream) {
+  const auto copy = [&](auto* device, const auto& host) {
+    if (host.empty()) return;
+    check(cudaMemcpyAsync(device, host.data(), host.size() * sizeof(host[0]), cudaMemcpyHostToDevice, stream),
+          "cudaMemcpyAsync");
+  };
+  if (!given.k.empty()) {
+    const auto bases = std::make_shared<device_buffer<float>>(given.k.size() + given.v.size());
+    copy(bases->data(), given.k), copy(bases->data() + given.k.size(), given.v);
+    to.k_basis = bases->data(), to.v_basis = bases->data() + given.k.size();
+    to.bases = bases;
+  }
+  const auto words_of = [&](const host_vector<std::uint8_t>& set, const packed_format& format) {
+    const std::size_t words = std::size_t(bit_words(format)), bytes = std::size_t(format.set_bytes());
+    host_vector<std::uint32_t> all(set.empty() ? 0 : std::size_t(kv_heads) * words, 0u);
+    for (std::size_t h = 0; !set.empty() && h < std::size_t(kv_heads); ++h)
+      std::memcpy(all.data() + h * words, set.data() + h * bytes, bytes);
+    return all;
+  };
+  const auto k = words_of(given.k_set, to.k), v = words_of(given.v_set, to.v);
+  if (k.empty() && v.empty()) return;
+  const auto sets = std::make_shared<device_buffer<std::uint32_t>>(k.size() + v.size());
+  copy(sets->data(), k), copy(sets->data() + k.size(), v);
+  to.k_set = sets->data(), to.v_set = sets->data() + k.size();
+  to.sets = sets;
+}
+
+/// Saves or loads what the segments of a layer, which have `packed` rows of each head, have beside their rows: see
+/// cpu::transfer_segments.
+template <class Archive>
+void transfer_segments(segment_store& store, sequence_layer owner, index_t packed, index_t kv_heads, Archive& archive,
+                       cudaStream_t stream) {
+  const segment_formats& formats = store.formats();
+  index_t count = Archive::loads ? 0 : index_t(store.segments(owner).size()), total = 0;
+  transfer_count(count, max_tokens, archive);
+  if (Archive::loads) store.require_segments(count);
+  for (index_t i = 0; i < count; ++i) {
+    const segment_record* const previous = i > 0 ? &store.segments(owner)[std::size_t(i - 1)] : nullptr;
+    segment_record record;
+    host_bases bases;
+    bool shares = false;
+    if constexpr (!Archive::loads) {
+      record = store.segments(owner)[std::size_t(i)];
+      shares = previous && previous->k_basis == record.k_basis && previous->k_set == record.k_set &&
+               previous->v_set == record.v_set;
+      if (!shares) bases = downloaded_bases(record, formats, kv_heads, stream);
+    }
+    transfer_format(record.k, formats.k_dim, archive);
+    transfer_format(record.v, formats.v_dim, archive);
+    archive.number(record.block);
+    archive.require(record.k == formats.k && record.v == formats.v && record.block == formats.block,
+                    "with packed rows of other formats");
+    archive.flag(shares);
+    archive.require(!shares || previous, "with a basis of no segment");
+    if (shares) {
+      if constexpr (Archive::loads) record = *previous;
+    } else {
+      const auto numbers = [&](auto& all, offset_t wanted) {
+        archive.numbers(all, wanted);
+        archive.require(offset_t(all.size()) == wanted, "with a part of a basis");
+      };
+      const auto set_bytes = [&](const packed_format& of) { return of.own_bits ? 0 : kv_heads * of.set_bytes(); };
+      numbers(bases.k, kv_heads * formats.k_basis()), numbers(bases.v, kv_heads * formats.v_basis());
+      numbers(bases.k_set, set_bytes(record.k)), numbers(bases.v_set, set_bytes(record.v));
+      if constexpr (Archive::loads) upload_bases(record, bases, kv_heads, stream);
+    }
+    host_vector<index_t> lengths(std::size_t(kv_heads), record.rows);
+    host_vector<double> losses(std::size_t(kv_heads), 0.0);  // known where strategies are searched
+    transfer_lengths(lengths, max_tokens, archive);
+    archive.rows(losses.data(), losses.size());
+    for (const index_t length : lengths)
+      archive.require(length == lengths[0] && length <= packed - total, "with segments of other rows");
+    archive.require(formats.block == 0 || total % formats.block == 0, "with segments that begin within a block");
+    if constexpr (Archive::loads) store.add_loaded(owner, std::move(record), lengths[0], stream);
+    total += lengths[0];
+  }
+  archive.require(total == packed, "with segments of other rows");
+}
+
+}  // namespace detail
+
+/// Saves the lengths and bases of a sequence of packed rows, or reads those of one that comes: see the plain store's.
+template <packing_layout Layout, class Next, class Archive>
+host_vector<saved_lengths> transfer_lengths_of(kv_store<Layout>& store, index_t id, index_t layers, const Next& next,
+                                               Archive& archive, cudaStream_t stream) {
+  auto [whole_rows, segments, packing] = store.parts();
+  host_vector<saved_lengths> all = download_lengths<Archive::loads>(whole_rows, id, layers, stream);
+  for (index_t layer = 0; layer < layers; ++layer) {
+    auto& [counts, whole, scattered] = all[std::size_t(layer)];
+    const sequence_layer owner{layer, id};
+    const bool packs = packing.number[std::size_t(layer)] >= 0;
+    host_vector<index_t> packed(counts.size(), packs ? segments.rows(packing.owner(owner)) : 0);
+    for (std::size_t h = 0; h < counts.size(); ++h) counts[h] += packed[h];
+    transfer_lengths(counts, next(layer), archive);
+    transfer_lengths(packed, next(layer), archive);
+    whole = counts;
+    for (std::size_t h = 0; h < counts.size(); ++h) {
+      archive.require(packed[h] == packed[0] && packed[h] <= counts[h] && (packs || packed[h] == 0),
+                      "with packed rows that a GPU does not have");
+      whole[h] -= packed[h];
+    }
+    scattered = scattered && !packs;  // of packing layers nothing is dropped
+    archive.flag(scattered);
+    archive.require(!scattered || (whole_rows.with().positions && !packs),
+                    "with dropped tokens, which this cache never has");
+    for (const index_t count : counts)
+      archive.require(scattered || count == next(layer), "with lengths that cannot be");
+    index_t since = Archive::loads ? 0 : whole_rows.since_choice(owner);
+    transfer_count(since, next(layer), archive);
+    if constexpr (Archive::loads) {
+      store.require_fits(owner, *std::max_element(counts.begin(), counts.end()));
+      whole_rows.lay_out(owner, whole, (std::min)(since, *std::min_element(whole.begin(), whole.end())), stream);
+    }
+    if (packs) {
+      detail::transfer_segments(segments, packing.owner(owner), packed[0], index_t(counts.size()), archive, stream);
+    } else {
+      index_t none = 0;
+      archive.number(none);
+      archive.require(none == 0, "with packed rows that a GPU does not have");
+    }
+  }
+  return all;
+}
+
+/// Saves the rows and columns of a sequence, or loads them into one that is laid out. Does not wait.
+template <packing_layout Layout, class Next, class Archive>
+void transfer_rows_of(kv_store<Layout>& store, index_t id, const host_vector<saved_lengths>& lengths, const Next& next,
+                      Archive& archive, cudaStream_t stream) {
+  auto [whole_rows, segments, packing] = store.parts();
+  for (index_t layer = 0; layer < index_t(lengths.size()); ++layer) {
+    const saved_lengths& of_layer = lengths[std::size_t(layer)];
+    const sequence_layer owner{layer, id};
+    transfer_layer(whole_rows.view(owner), whole_rows.columns_of(owner), of_layer.whole, of_layer.scattered,
+                   of_layer.counts[0] - of_layer.whole[0], next(layer), archive, stream);
+    if (packing.number[std::size_t(layer)] < 0) continue;
+    const sequence_layer packed = packing.owner(owner);
+    for (std::size_t i = 0; i < segments.segments(packed).size(); ++i) {
+      const segment_record& record = segments.segments(packed)[i];
+      const device_segment rows = segments.on_device(packed, i);
+      const index_t heads = index_t(of_layer.counts.size());
+      detail::transfer_planes(rows.k, &rows.v, record.rows, heads, archive, stream);
+      if (record.block > 0)
+        detail::transfer_planes(rows.means, nullptr, segment_store::blocks(record), heads, archive, stream);
+    }
+  }
+}
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
