@@ -131,7 +131,7 @@ std::vector<variant> parse_variants(const eval_options& given) {
 
 question_source::question_source(const eval_options& given) {
   if (!given.questions.empty()) {
-    questions_ = load_questions(given.questions, prompt_template::parsed(given.how_to_ask));
+    questions_ = load_questions(given.questions, prompt_template::parsed(given.how_to_ask), given.separately);
     return;
   }
   documents_ = document_request::checked(given);
@@ -147,10 +147,15 @@ std::vector<conversation> question_source::conversations(const engine::llama_con
   const document_maker maker(text, tokenizer, documents_->book);
   std::vector<conversation> all;
   const std::size_t count = documents_->plan.count, wanted = documents_->families.size() * count;
+  std::size_t done = 0;
   for (const std::string& family : documents_->families) {
     for (std::size_t i = 0; i < count; ++i) {
-      progress.update(std::int64_t(all.size()), std::int64_t(wanted));
-      all.push_back(maker.make(family, i, documents_->plan));
+      progress.update(std::int64_t(done), std::int64_t(wanted));
+      ++done;
+      for (conversation& asked : maker.about(family, i, documents_->plan)) {
+        asked.document = documents_->plan.questions > 1 ? done : 0;
+        all.push_back(std::move(asked));
+      }
     }
   }
   return all;
@@ -166,6 +171,7 @@ void evaluate(const eval_options& given) {
                                  ? tessera::max_tokens
                                  : std::int32_t(parse_count("--chunk", given.chunk, 1, tessera::max_tokens));
   const auto workers = make_workers(given.threads);
+  require_one_of("--prefix-cache", given.prefix_cache, {"on", "off"});
   if (!given.json.empty()) engine::require_writable(given.json);
   const std::filesystem::path folder = given.model;
   const engine::llama_config config = engine::config_of_model(folder);
@@ -181,6 +187,9 @@ void evaluate(const eval_options& given) {
       plans.push_back(plan_turns(conversations[i], "question " + std::to_string(i + 1), config, tokenizer));
     }
   }
+  std::vector<groupable> questions;
+  for (std::size_t i = 0; i < plans.size(); ++i) questions.push_back({plans[i], conversations[i].document});
+  const auto groups = group_questions(questions, tokenizer, chunk);
   const auto model = [&] {
     progress_line progress("loading the model");
     return load_model(folder, where, *workers);
@@ -189,15 +198,26 @@ void evaluate(const eval_options& given) {
   evaluation evaluation(*model, tokenizer, variants, element, workers);
   evaluation.score_by(how);
   evaluation.call_often([] { throw_if_interrupted(); });
+  evaluation.store_prefixes(given.prefix_cache == "on");
+  const char* const items = groups.size() == plans.size() ? "documents" : "questions";
+  std::size_t group = 0, next_group = 0;  // the latter's first question
   run_items(
-      "documents", plans.size(), [&](std::size_t i) { evaluation.run(conversations[i].family, plans[i]); },
+      items, plans.size(),
+      [&](std::size_t i) {
+        if (i == next_group) {
+          evaluation.begin_group(groups[group]);
+          next_group += groups[group++].count;
+        }
+        evaluation.run(conversations[i].family, plans[i]);
+      },
       [&](std::size_t finished, double seconds) {
         if (!given.json.empty()) engine::write_file(given.json, json_text(variants, evaluation.cells(), how));
         const std::string shown = how.is_yes_or_no() ? "percent of right answers" : "mean score in percent";
-        std::printf("%s\n%zu documents in %s. Families: %s (%s).\n%s",
-                    table_text(variants, evaluation.cells(), !given.questions.empty()).c_str(), finished,
+        std::printf("%s\n%zu %s in %s. Families: %s (%s).\n%s%s",
+                    table_text(variants, evaluation.cells(), !given.questions.empty()).c_str(), finished, items,
                     duration_text(seconds).c_str(), shown.c_str(), how.text().c_str(),
-                    limits_text(variants, evaluation.cells()).c_str());
+                    limits_text(variants, evaluation.cells()).c_str(),
+                    prefix_text(evaluation.use_of_prefixes()).c_str());
       });
 }
 

@@ -42,8 +42,8 @@ struct run_options {
 
 struct eval_options : document_options {
   std::string model, methods, budgets, questions, json, metric = "prefix", how_to_ask = usual_template;
-  bool normalise = false;
-  std::string backend = "cpu", dtype = "bf16", count = "40", threads = "0", chunk = "2048";
+  bool normalise = false, separately = false;
+  std::string backend = "cpu", dtype = "bf16", count = "40", threads = "0", chunk = "2048", prefix_cache = "on";
   std::vector<std::string> settings, varied;
 };
 

@@ -111,6 +111,8 @@ void add_documents(CLI::App& command, tool::eval_options& given) {
                                    "task families, separated by commas, in place of a suite")
                               ->excludes(suite);
   CLI::Option* count = add_text(command, "--count", "1..1000000", given.count, "documents of each family");
+  CLI::Option* several = add_text(command, "--questions-per-document", "1..100", given.questions_per_document,
+                                  "each asked by itself; of a suite those families that leave something to ask for");
   CLI::Option* seed = add_text(command, "--seed", "0..2^63-1", given.seed, "another seed makes other documents");
   CLI::Option* text = add_text(command, "--text", "FILE", given.text, "text that documents are cut from");
   CLI::Option* tasks = add_text(command, "--tasks", "FILE", given.tasks, "word lists, templates and families");
@@ -120,7 +122,10 @@ void add_documents(CLI::App& command, tool::eval_options& given) {
            "how LongBench's and SCBench's questions become prompts, \\n for a line break")
       ->needs(questions)
       ->default_str("'{context}\\n\\n{input}\\nAnswer:'");
-  for (CLI::Option* unused : {suite, families, turns, context, count, seed, text, tasks}) questions->excludes(unused);
+  command.add_flag("--separately", given.separately, "ask every question of SCBench's lines by itself")
+      ->needs(questions);
+  for (CLI::Option* unused : {suite, families, turns, context, count, several, seed, text, tasks})
+    questions->excludes(unused);
 }
 
 void add_agree(CLI::App& app) {
@@ -172,6 +177,8 @@ void add_eval(CLI::App& app) {
   add_documents(*command, *given);
   add_text(*command, "--chunk", "1..16777216|whole", given->chunk,
            "tokens of a prompt that a cache gets at a time, or whole: all of them");
+  add_text(*command, "--prefix-cache", "on|off", given->prefix_cache,
+           "whether what questions about one document begin with is read once; answers are the same");
   add_text(*command, "--metric", "NAME", given->metric, "scores answers: " + tool::joined(tool::metric_names()));
   command->add_flag("--normalise", given->normalise, "first takes out capitals, punctuation and articles (f1 always)");
   add_text(*command, "--json", "FILE", given->json, "also write the result as JSON to this file");

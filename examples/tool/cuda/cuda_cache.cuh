@@ -15,7 +15,7 @@ template <class Recipe>
 tessera::cuda::cache_options device_options(const cache_request& request) {
   constexpr index_t longest_repeat = 2048 + 256;  // a part that is read again, and the sentence before it
   tessera::cuda::cache_options options;
-  options.sequences = request.conversations;
+  options.sequences = request.conversations + request.forks;
   options.tokens = request.tokens + (Recipe::retain_type::rereads ? longest_repeat : 0);
   options.index_tokens = request.index_tokens > 0 ? request.index_tokens : request.tokens;  // whatever the budget
   options.step_tokens = 8;

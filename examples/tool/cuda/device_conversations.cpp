@@ -81,6 +81,12 @@ class conversations_on_device final : public any_conversation, public engine::cu
     select(0);
     tessera::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
+  conversations_on_device(const conversations_on_device& other) = default;
+  conversations_on_device(const conversations_on_device& other, index_t sequence)
+      : any_conversation(other, sequence),
+        tokens_(other.tokens_),
+        packs_by_turn_(other.packs_by_turn_),
+        ids_{sequence} {}
 
   // --- for the engine ----------------------------------------------------------------------------------------------
 
@@ -208,6 +214,14 @@ class conversations_on_device final : public any_conversation, public engine::cu
     }
   }
   std::unique_ptr<method_cache> clone() const override { return std::make_unique<conversations_on_device>(*this); }
+  std::unique_ptr<method_cache> fork() override {
+    tessera::require(ids_.size() == 1, "conversations that decode together", ids_.size(), "1", "read the prompt anew");
+    auto made = std::make_unique<conversations_on_device>(*this, cache_->fork(sequence_));
+    if (facts().chunk == 0 && !packs_by_turn_)  // as a first prompt
+      cache_->reserve(made->sequence_, tokens_ - index_t(next_position()), nullptr);
+    tessera::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // the engine's stream is another one
+    return made;
+  }
   void set_budget(index_t tokens) override {
     any_conversation::set_budget(tokens);
     steps().clear();

@@ -30,11 +30,16 @@ std::int64_t tokens_of_text(const std::vector<std::string>& sentences, const std
   return document - hidden;
 }
 
-constexpr std::int64_t least_text = 64;  // of a document, or of a dialogue's turn
+constexpr std::int64_t least_text = 64;       // of a document, or of a dialogue's turn
+constexpr std::int64_t most_questions = 100;  // about a document, for each of which it has a needle
 
 std::int64_t tokens_of_text(const task& task, std::string_view family, const document_plan& plan, const task_book& book,
                             const engine::tokenizer& tokenizer) {
-  return tokens_of_text(task.sentences, task.turns, family, least_text, plan, book, tokenizer);
+  if (plan.questions == 1) return tokens_of_text(task.sentences, task.turns, family, least_text, plan, book, tokenizer);
+  std::int64_t least = std::numeric_limits<std::int64_t>::max();  // beside the longest of the questions
+  for (const asked& one : task.turns)
+    least = std::min(least, tokens_of_text(task.sentences, {one}, family, least_text, plan, book, tokenizer));
+  return least;
 }
 std::int64_t tokens_of_text(const dialogue& talk, std::string_view family, const document_plan& plan,
                             const task_book& book, const engine::tokenizer& tokenizer) {
@@ -66,6 +71,17 @@ document_request document_request::checked(const document_options& given) {
   std::vector<std::string> known = request.book.families();
   known.insert(known.end(), request.book.dialogues().begin(), request.book.dialogues().end());
   for (const std::string& family : request.families) require_one_of("family", family, known);
+  request.plan.questions =
+      std::size_t(parse_count("--questions-per-document", given.questions_per_document, 1, most_questions));
+  if (request.plan.questions > 1) {
+    const auto takes_one = [&](const std::string& family) { return !request.book.takes_several(family); };
+    if (given.families.empty()) std::erase_if(request.families, takes_one);
+    const auto found = std::ranges::find_if(request.families, takes_one);
+    tessera::require(!request.families.empty() && found == request.families.end(), "--questions-per-document",
+                     given.questions_per_document,
+                     "1 for " + (found == request.families.end() ? "suite " + given.suite : "family " + *found),
+                     "choose --families that leave something to ask for, as single, multi_key and multi_query");
+  }
   if (!given.turns.empty()) {
     const auto is_dialogue = [&](const std::string& family) { return request.book.is_dialogue(family); };
     tessera::require(std::ranges::any_of(request.families, is_dialogue), "--turns", given.turns,
@@ -83,7 +99,7 @@ void document_request::fit(std::int64_t room, const engine::tokenizer& tokenizer
     random_source random(plan.seed, family, 0);
     book.is_dialogue(family)
         ? tokens_of_text(book.make_dialogue(family, plan.turns, random), family, plan, book, tokenizer)
-        : tokens_of_text(book.make(family, random), family, plan, book, tokenizer);
+        : tokens_of_text(book.make(family, random, plan.questions), family, plan, book, tokenizer);
   }
 }
 
@@ -143,16 +159,33 @@ std::string document_maker::prompt_of(const std::vector<std::string>& lines, con
          book_.answer_cue();
 }
 
+// The lines of a document that holds a task's sentences.
+std::vector<std::string> document_maker::lines_of(const task& task, std::string_view family, std::size_t index,
+                                                  random_source& random, const document_plan& plan) const {
+  const std::int64_t tokens = tokens_of_text(task, family, plan, book_, tokenizer_);
+  // A lone needle comes by every depth: question i of n lies in the document's i-th part.
+  const bool lone = task.sentences.size() == 1;
+  return hide(random, slice(random, tokens), task.sentences, lone ? double(index) / double(plan.count) : 0,
+              lone ? 1 / double(plan.count) : 1);
+}
+
+std::vector<conversation> document_maker::about(std::string_view family, std::size_t index,
+                                                const document_plan& plan) const {
+  if (plan.questions == 1) return {make(family, index, plan)};
+  random_source random(plan.seed, family, index);
+  const task task = book_.make(family, random, plan.questions);
+  const auto lines = lines_of(task, family, index, random, plan);
+  std::vector<conversation> all;
+  for (const asked& one : task.turns)
+    all.push_back({std::string(family), {{prompt_of(lines, one.question, task.place), one.answer}}});
+  return all;
+}
+
 conversation document_maker::make(std::string_view family, std::size_t index, const document_plan& plan) const {
   random_source random(plan.seed, family, index);
   if (book_.is_dialogue(family)) return dialogue_of(family, random, plan);
   const task task = book_.make(family, random);
-  const std::int64_t tokens = tokens_of_text(task, family, plan, book_, tokenizer_);
-
-  // A lone needle comes by every depth: question i of n lies in the document's i-th part.
-  const bool lone = task.sentences.size() == 1;
-  const auto lines = hide(random, slice(random, tokens), task.sentences, lone ? double(index) / double(plan.count) : 0,
-                          lone ? 1 / double(plan.count) : 1);
+  const auto lines = lines_of(task, family, index, random, plan);
   conversation result{std::string(family),
                       {{prompt_of(lines, task.turns[0].question, task.place), task.turns[0].answer}}};
   for (std::size_t i = 1; i < task.turns.size(); ++i) {

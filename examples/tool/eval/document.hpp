@@ -14,7 +14,7 @@ namespace tool {
 
 /// What the command line says of documents, as text.
 struct document_options {
-  std::string families, suite = "all", text, tasks, context = "4096", seed = "1", turns;
+  std::string families, suite = "all", text, tasks, context = "4096", seed = "1", turns, questions_per_document = "1";
 };
 
 /// What documents to make.
@@ -23,7 +23,8 @@ struct document_plan {
   std::int64_t room = 4096;     ///< tokens of the longest conversation that the model takes
   std::size_t count = 40;       ///< conversations of each family
   std::uint64_t seed = 0;
-  std::size_t turns = 3;  ///< of a dialogue
+  std::size_t turns = 3;      ///< of a dialogue
+  std::size_t questions = 1;  ///< about a document, each asked by itself
 };
 
 /// Options of documents that are numbers, families and files that exist.
@@ -33,8 +34,9 @@ struct document_request {
   std::vector<std::string> families;
   std::string text;  ///< path
 
-  /// Reads the tasks file and nothing else. Errors: no number, an unknown suite or family, turns where no family is a dialogue, a
-  /// tasks file that is none.
+  /// Reads the tasks file and nothing else. Of a suite those families stay whose documents take that many questions. Errors: no number,
+  /// an unknown suite or family, one that takes one question where several are wanted, turns where no family is a dialogue, a tasks file
+  /// that is none.
   static document_request checked(const document_options& given);
 
   /// Errors: documents longer than `room`, the model's context; a family whose sentences alone are longer than a document.
@@ -51,11 +53,16 @@ class document_maker {
   /// Errors: a context that is too short for the family's sentences, or longer than the text.
   conversation make(std::string_view family, std::size_t index, const document_plan& plan) const;
 
+  /// The conversations about document `index` of a family: that one, or one for each of the plan's questions.
+  std::vector<conversation> about(std::string_view family, std::size_t index, const document_plan& plan) const;
+
  private:
   struct span {
     std::size_t first, last;  // lines
   };
 
+  std::vector<std::string> lines_of(const task& task, std::string_view family, std::size_t index, random_source& random,
+                                    const document_plan& plan) const;
   span slice(random_source& random, std::int64_t tokens) const;
   std::vector<std::string> hide(random_source& random, span lines, const std::vector<std::string>& sentences,
                                 double stratum_begin = 0, double stratum_size = 1) const;

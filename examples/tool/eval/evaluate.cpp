@@ -1,8 +1,8 @@
 #include "evaluate.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <numeric>
-#include <optional>
 #include <tessera/core/error.hpp>
 #include <utility>
 
@@ -13,13 +13,24 @@ namespace tool {
 
 using engine::token_t;
 
-double cell::score() const { return std::accumulate(scores.begin(), scores.end(), 0.0); }
+namespace {
 
-index_t longest_answer(const std::vector<planned_turn>& turns) {
-  index_t longest = 1;
-  for (const planned_turn& turn : turns) longest = std::max<index_t>(longest, turn.max_new);
-  return longest;
-}
+class stopwatch {
+ public:
+  /// Seconds since the last call, or the beginning.
+  double restart() {
+    const auto now = clock::now();
+    return std::chrono::duration<double>(now - std::exchange(start_, now)).count();
+  }
+
+ private:
+  using clock = std::chrono::steady_clock;
+  clock::time_point start_ = clock::now();
+};
+
+}  // namespace
+
+double cell::score() const { return std::accumulate(scores.begin(), scores.end(), 0.0); }
 
 std::vector<planned_turn> plan_turns(const conversation& conversation, const std::string& place,
                                      const engine::llama_config& config, const engine::tokenizer& tokenizer) {
@@ -68,19 +79,19 @@ evaluation::evaluation(runner& model, const engine::tokenizer& tokenizer, std::v
   }
 }
 
-std::unique_ptr<method_cache> evaluation::empty_cache(const variant& variant,
-                                                      const std::vector<planned_turn>& turns) const {
-  std::int64_t tokens = 0;
-  for (const planned_turn& turn : turns) tokens += std::int64_t(turn.prompt.size()) + turn.max_new;
+std::unique_ptr<method_cache> evaluation::empty_cache(const variant& variant, const std::vector<planned_turn>& turns,
+                                                      index_t forks) const {
   cache_request request = request_;
   request.budget = variant.budget;
   request.settings = with_answer_limit(*variant.method, variant.settings, longest_answer(turns));
-  request.tokens = index_t(tokens);
+  request.tokens = group_.tokens;
+  request.forks = forks;
   return make_cache(*variant.method, model_.where(), request);
 }
 
 void evaluation::run(const std::string& family, const std::vector<planned_turn>& turns) {
   const std::vector<cell> before = cells_;
+  if (left_ > 0 && group_.count > 1 && group_.shared == 0) use_.unlike.insert(family);
   try {
     ask_all(family, turns);
   } catch (...) {
@@ -114,61 +125,130 @@ void evaluation::ask_all(const std::string& family, const std::vector<planned_tu
   });
 }
 
-void evaluation::prompt_all(const std::vector<planned_turn>& turns, const visitor& visit) {
-  std::vector<std::unique_ptr<method_cache>> shared;
-  for (const std::size_t first : first_of_method_) {
-    shared.push_back(empty_cache(variants_[first], turns));
-    if (variants_[first].method->chooses_lines) (void)shared.back()->trace_lines();
-  }
-  pairs_of_cache_.assign(shared.size(), {});
-  const std::vector<std::uint8_t> boundaries = tokenizer_.boundaries(turns[0].prompt);
-  engine::prefill_options options = ticking();
-  options.boundaries = boundaries;
-  const auto logits = prefill_first(turns[0].prompt, shared, options);
-  for (const auto& cache : shared) {
-    if (cache->rereads()) model_.reread(turns[0].prompt, *cache, options);
-  }
+// Whether a plan counts the longest answer: a cache of such a method is one question's.
+bool evaluation::plans_by_answer(const variant& row) const {
+  return with_answer_limit(*row.method, row.settings, 1).size() != row.settings.size();
+}
+
+void evaluation::begin_group(const question_group& group) {
+  group_ = group;
+  left_ = group.count;
+  make_passes();
+  if (group.count == 1) return;
   for (std::size_t i = 0; i < variants_.size(); ++i) {
-    if (cache_of_variant_[i] == own_prefill) {  // what it drops on the way changes what the model sees
-      const auto own = empty_cache(variants_[i], turns);
-      own->announce(index_t(turns[0].prompt.size()));
-      std::vector<float> own_logits = model_.prefill(turns[0].prompt, *own, options);
-      visit(i, std::move(own_logits), *own);
-      continue;
-    }
-    const auto cache = shared[cache_of_variant_[i]]->clone();
-    if (variants_[i].budget) cache->set_budget(*variants_[i].budget);
-    cache->end_prefill();
-    visit(i, logits[cache_of_variant_[i]], *cache);
+    if (cache_of_variant_[i] == own_prefill) use_.by_length.insert(variants_[i].method->name);
+    if (plans_by_answer(variants_[i]) && !group.same_limit) use_.by_answer.insert(variants_[i].method->name);
   }
 }
 
-// Logits of a document's last token by cache. Methods whose prompts attend lines see other hidden states than dense ones: each
-// passes the document through the model alone, all others together.
-std::vector<std::vector<float>> evaluation::prefill_first(const std::vector<token_t>& prompt,
-                                                          std::vector<std::unique_ptr<method_cache>>& caches,
-                                                          const engine::prefill_options& options) {
-  std::vector<std::vector<std::size_t>> passes;
-  std::optional<std::size_t> dense;
-  for (std::size_t i = 0; i < caches.size(); ++i) {
-    const bool alone = variants_[first_of_method_[i]].method->chooses_lines;
-    if (alone || !dense) passes.emplace_back();
-    if (!alone && !dense) dense = passes.size() - 1;
-    passes[alone ? passes.size() - 1 : *dense].push_back(i);
+// Methods whose prompts attend lines see other hidden states than dense ones: each passes a prompt through the model alone, all others
+// together, but those that cannot go on behind what another question has read.
+void evaluation::make_passes() {
+  passes_.clear();
+  for (std::size_t i = 0; i < first_of_method_.size(); ++i) {
+    const variant& row = variants_[first_of_method_[i]];
+    const bool alone = row.method->chooses_lines;
+    const bool stores = stores_prefixes_ && group_.shared > 0 && (group_.same_limit || !plans_by_answer(row));
+    const auto joins = [&](const std::unique_ptr<prompt_pass>& pass) {
+      return !alone && pass->stores == stores && !variants_[first_of_method_[pass->members[0]]].method->chooses_lines;
+    };
+    auto found = std::ranges::find_if(passes_, joins);
+    if (found == passes_.end()) {
+      passes_.push_back(std::make_unique<prompt_pass>());
+      found = passes_.end() - 1;
+    }
+    (*found)->stores = stores;
+    (*found)->members.push_back(i);
   }
-  std::vector<std::vector<float>> logits(caches.size());
-  for (const auto& pass : passes) {
-    std::vector<std::unique_ptr<method_cache>> together;
-    for (const std::size_t i : pass) together.push_back(std::move(caches[i]));
-    const method_info& method = *variants_[first_of_method_[pass[0]]].method;
-    const std::vector<float> last =
-        model_.prefill_all(prompt, together, counting(method, *together[0], options, pairs_of_cache_[pass[0]]));
-    for (std::size_t i = 0; i < pass.size(); ++i) {
-      caches[pass[i]] = std::move(together[i]);
-      logits[pass[i]] = last;
+}
+
+void evaluation::prompt_all(const std::vector<planned_turn>& turns, const visitor& visit) {
+  if (left_ == 0) begin_group(question_group::of(turns));
+  const std::size_t left = std::exchange(left_, 0) - 1;  // none, where something throws
+  const std::vector<token_t>& prompt = turns[0].prompt;
+  const std::vector<std::uint8_t> boundaries = tokenizer_.boundaries(prompt);
+  engine::prefill_options options = ticking();
+  options.boundaries = boundaries;
+  first_.clear();
+  first_.resize(first_of_method_.size());
+  for (const auto& pass : passes_) read_first(*pass, turns, options);
+  for (const first_prompt& read : first_) {
+    if (read.cache->rereads()) model_.reread(prompt, *read.cache, options);
+  }
+  for (std::size_t i = 0; i < variants_.size(); ++i) {
+    const std::size_t shared = cache_of_variant_[i];
+    if (shared == own_prefill) {  // what it drops on the way changes what the model sees
+      const auto own = empty_cache(variants_[i], turns, 0);
+      own->announce(index_t(prompt.size()));
+      std::vector<float> own_logits = model_.prefill(prompt, *own, options);
+      visit(i, std::move(own_logits), *own);
+      continue;
+    }
+    first_prompt& read = first_[shared];
+    const bool is_last = i + 1 == variants_.size() || cache_of_variant_[i + 1] != shared;
+    const std::unique_ptr<method_cache> cache = is_last        ? std::move(read.cache)
+                                                : read.is_fork ? read.cache->fork()
+                                                               : read.cache->clone();
+    if (variants_[i].budget) cache->set_budget(*variants_[i].budget);
+    cache->end_prefill();
+    visit(i, read.logits, *cache);
+  }
+  left_ = left;
+  if (left_ == 0) passes_.clear();
+}
+
+// Passes a first prompt through the model for the caches of a pass, behind what they have stored of it.
+void evaluation::read_first(prompt_pass& pass, const std::vector<planned_turn>& turns,
+                            const engine::prefill_options& options) {
+  const std::span<const token_t> prompt = turns[0].prompt;
+  const variant& front = variants_[first_of_method_[pass.members[0]]];
+  prompt_readers::conversations together;
+  pair_count pairs;
+  std::size_t done = 0;
+  stopwatch since;
+  if (const auto match = pass.prefixes.fork(prompt); match.id >= 0) {
+    together = pass.sequences.take(match.id);
+    done = match.tokens;
+    pairs = pass.pairs;
+    use_.forks.add(done, since.restart());
+  }
+  const std::size_t reused = done;
+  for (std::size_t i = 0; i < pass.members.size(); ++i) {
+    const std::size_t cache = pass.members[i];
+    const variant& row = variants_[first_of_method_[cache]];
+    const auto rows = std::ranges::count(cache_of_variant_, cache);
+    if (reused == 0) {
+      // The stored beginning, and a copy for every budget but the last, one after the other.
+      together.push_back(empty_cache(row, turns, pass.stores ? 1 + (rows > 1) : 0));
+      if (row.method->chooses_lines) (void)together.back()->trace_lines();
+    } else if (rows > 1) {
+      together[i]->set_budget(*row.budget);  // the last row's was set behind the question before
     }
   }
-  return logits;
+  const auto pass_through = [&](std::size_t end) {
+    engine::prefill_options part = options;
+    part.boundaries = options.boundaries.subspan(done, end - done);
+    part = counting(*front.method, *together[0], std::move(part), pairs);
+    return model_.prefill_all(prompt.subspan(std::exchange(done, end), end - done), together, part);
+  };
+  if (done < group_.shared) {
+    (void)pass_through(group_.shared);
+    use_.beginnings.add(done, since.restart());
+    if (pass.stores) {
+      use_.beginning_bytes = std::max(use_.beginning_bytes, prompt_readers::bytes_of(together));
+      const index_t id = pass.sequences.add(std::move(together));
+      pass.prefixes.insert(prompt.first(done), id);
+      together = pass.sequences.take(id);
+      pass.pairs = pairs;
+    }
+  }
+  const std::vector<float> logits = pass_through(prompt.size());
+  if (group_.shared > 0)
+    (reused > 0 ? use_.rest_of_fork : use_.rest).add(prompt.size() - group_.shared, since.restart());
+  if (pass.stores)
+    use_.most_bytes = std::max(use_.most_bytes, pass.sequences.bytes() + prompt_readers::bytes_of(together));
+  for (std::size_t i = 0; i < pass.members.size(); ++i)
+    first_[pass.members[i]] = {std::move(together[i]), logits, pairs, reused, pass.stores};
 }
 
 // All turns of one variant, from the logits and the cache after the first prompt.
@@ -178,7 +258,8 @@ void evaluation::answer(std::size_t variant, const std::string& family, const st
   const method_info& method = *variants_[variant].method;
   const std::size_t shared = cache_of_variant_[variant];
   if (method.chooses_lines) (void)cache.trace_lines();
-  pair_count pairs = shared == own_prefill ? pair_count{} : pairs_of_cache_[shared];
+  pair_count pairs = shared == own_prefill ? pair_count{} : first_[shared].pairs;
+  std::size_t reused = shared == own_prefill ? 0 : first_[shared].reused;
   for (std::size_t i = 0; i < turns.size(); ++i) {
     if (i > 0) {
       pending.insert(pending.end(), turns[i].prompt.begin(), turns[i].prompt.end());
@@ -186,10 +267,13 @@ void evaluation::answer(std::size_t variant, const std::string& family, const st
       engine::prefill_options options = ticking();
       options.boundaries = boundaries;
       pairs = {};
+      reused = 0;
       cache.announce(index_t(pending.size()));
       logits = model_.prefill(pending, cache, counting(method, cache, options, pairs));
     }
     cell& sums = cell_of(variant, family, int(i) + 1);
+    sums.prompt_tokens += std::int64_t(i > 0 ? pending.size() : turns[0].prompt.size());
+    sums.reused_tokens += std::int64_t(reused);
     sums.pairs.attended += pairs.attended;
     sums.pairs.visible += pairs.visible;
     sums.bytes_held += double(cache.bytes());

@@ -13,6 +13,9 @@
 #include "questions.hpp"
 #include "tool/backend.hpp"
 #include "tool/methods/method_cache.hpp"
+#include "tool/prefix/prefix_use.hpp"
+#include "tool/prefix/prompt_readers.hpp"
+#include "tool/prefix/question_groups.hpp"
 #include "tool/score/metrics.hpp"
 
 namespace tool {
@@ -36,10 +39,11 @@ struct cell {
   double bytes_held = 0, bytes_full = 0;  ///< right after the turn's prefill
   double bytes_read = 0;                  ///< of all decode steps of the answers
   std::int64_t steps = 0;
-  pair_count pairs;                  ///< of the turn's prompt; none where its rows attend everything
-  std::vector<std::string> answers;  ///< what the model wrote, question by question
-  std::vector<bool> verdicts;        ///< and whether it was right
-  std::vector<double> scores;        ///< from 0 to 1
+  std::int64_t prompt_tokens = 0, reused_tokens = 0;  ///< of the turn's prompts; of these, what was not read again
+  pair_count pairs;                                   ///< of the turn's prompt; none where its rows attend everything
+  std::vector<std::string> answers;                   ///< what the model wrote, question by question
+  std::vector<bool> verdicts;                         ///< and whether it was right
+  std::vector<double> scores;                         ///< from 0 to 1
 
   double score() const;  ///< their sum
   double mean_score() const { return questions ? score() / double(questions) : 0; }
@@ -48,17 +52,6 @@ struct cell {
   double mean_full() const { return questions ? bytes_full / double(questions) : 0; }
   double mean_read() const { return steps ? bytes_read / double(steps) : 0; }
 };
-
-/// A conversation in tokens, with how much may be generated for each answer.
-struct planned_turn {
-  std::vector<engine::token_t> prompt;
-  std::string answer;
-  std::int32_t max_new = 0;
-  std::vector<std::string> references{};  ///< what the generated text is compared with; none: `answer`
-};
-
-/// Most tokens that any turn may decode, at least 1: the `max_new` of a conversation, whose plan is made once.
-index_t longest_answer(const std::vector<planned_turn>& turns);
 
 /// A conversation of a model. Errors: it does not fit into the model's context; the message begins with `place`.
 std::vector<planned_turn> plan_turns(const conversation& conversation, const std::string& place,
@@ -87,6 +80,14 @@ class evaluation {
   using visitor = std::function<void(std::size_t, std::vector<float>, method_cache&)>;
   void prompt_all(const std::vector<planned_turn>& turns, const visitor& visit);
 
+  /// The next `group.count` conversations are those of a group. The beginning that their prompts share is read once, and each question
+  /// goes on with a fork of it: answers, bytes and pairs are those of questions that are read whole.
+  void begin_group(const question_group& group);
+
+  /// Whether beginnings are stored; if not, every prompt is read whole, in the same chunks.
+  void store_prefixes(bool on) { stores_prefixes_ = on; }
+  const prefix_use& use_of_prefixes() const { return use_; }
+
   /// How answers are scored from now on; by their beginning unless this is called.
   void score_by(scoring how) { scoring_ = how; }
 
@@ -99,16 +100,34 @@ class evaluation {
   const std::vector<cell>& cells() const { return cells_; }
 
  private:
+  /// Caches that read first prompts together, and what is stored of these.
+  struct prompt_pass {
+    std::vector<std::size_t> members;  // indices into first_of_method_
+    bool stores = false;
+    prompt_readers sequences{};
+    engine::prefix_cache<prompt_readers> prefixes{sequences, false};
+    pair_count pairs{};  // of the stored beginning
+  };
+  /// A cache that has read a first prompt, whose prefill has not ended.
+  struct first_prompt {
+    std::unique_ptr<method_cache> cache;
+    std::vector<float> logits;
+    pair_count pairs;
+    std::size_t reused = 0;  // tokens that were not read again
+    bool is_fork = false;    // or was stored: the cache has other sequences
+  };
+
   void ask_all(const std::string& family, const std::vector<planned_turn>& turns);
-  std::vector<std::vector<float>> prefill_first(const std::vector<engine::token_t>& prompt,
-                                                std::vector<std::unique_ptr<method_cache>>& caches,
-                                                const engine::prefill_options& options);
+  bool plans_by_answer(const variant& row) const;
+  void make_passes();
+  void read_first(prompt_pass& pass, const std::vector<planned_turn>& turns, const engine::prefill_options& options);
   engine::prefill_options ticking() const;
   engine::prefill_options counting(const method_info& method, const method_cache& cache,
                                    engine::prefill_options options, pair_count& pairs) const;
   void answer(std::size_t variant, const std::string& family, const std::vector<planned_turn>& turns,
               std::vector<float> logits, method_cache& cache);
-  std::unique_ptr<method_cache> empty_cache(const variant& variant, const std::vector<planned_turn>& turns) const;
+  std::unique_ptr<method_cache> empty_cache(const variant& variant, const std::vector<planned_turn>& turns,
+                                            index_t forks) const;
   cell& cell_of(std::size_t variant, const std::string& family, int turn);
   std::vector<engine::token_t> generate(const planned_turn& turn, const std::vector<float>& logits,
                                         method_cache& cache) const;
@@ -122,7 +141,12 @@ class evaluation {
   std::vector<std::size_t> first_of_method_;
   static constexpr std::size_t own_prefill = std::size_t(-1);  // a variant that compresses a prompt while it comes in
   std::vector<std::size_t> cache_of_variant_;                  // index into first_of_method_, or own_prefill
-  std::vector<pair_count> pairs_of_cache_;                     // of the first prompt, by first_of_method_
+  question_group group_;
+  std::size_t left_ = 0;  // conversations of the group to come
+  std::vector<std::unique_ptr<prompt_pass>> passes_;
+  std::vector<first_prompt> first_;  // by first_of_method_
+  bool stores_prefixes_ = true;
+  prefix_use use_;
   std::vector<cell> cells_;
   scoring scoring_;
   std::function<void()> tick_ = [] {};

@@ -81,21 +81,24 @@ conversation of_ruler(const json& object, const std::string& place, std::string_
   return {std::string(family), {{required_text(object, "input", place) + prefix, joined(outputs), outputs}}};
 }
 
-conversation of_scbench(const json& object, const std::string& place, std::string_view family,
-                        const prompt_template& how) {
-  conversation result{object.contains("task") ? required_text(object, "task", place) : std::string(family), {}};
+// One conversation, or one for each of its questions.
+std::vector<conversation> of_scbench(const json& object, const std::string& place, std::string_view family,
+                                     const prompt_template& how, std::size_t document, bool separately) {
+  conversation together{object.contains("task") ? required_text(object, "task", place) : std::string(family), {}};
+  std::vector<conversation> apart;
   const std::string context = required_text(object, "context", place);
   for (const json& item : required_array(object, "multi_turns", place)) {
-    const std::string turn_place = place + ", turn " + std::to_string(result.turns.size() + 1);
+    const std::string turn_place = place + ", turn " + std::to_string(together.turns.size() + 1);
     tessera::require(item.is_object(), turn_place, item.type_name(), R"({"input": "...", "answer": "..."})",
                      "write every turn as an object");
     const std::string input = required_text(item, "input", turn_place);
     const auto answers =
         answer_texts(required_value(item, "answer", turn_place, "an answer"), turn_place + ": \"answer\"");
-    result.turns.push_back(
-        {result.turns.empty() ? how.first(context, input) : how.later(input), joined(answers), answers});
+    const bool first = separately || together.turns.empty();
+    together.turns.push_back({first ? how.first(context, input) : how.later(input), joined(answers), answers});
+    apart.push_back({together.family, {together.turns.back()}, document});
   }
-  return result;
+  return separately ? apart : std::vector<conversation>{together};
 }
 
 }  // namespace
@@ -123,12 +126,16 @@ std::string prompt_template::first(std::string_view context, std::string_view in
 std::string prompt_template::later(std::string_view input) const { return between + std::string(input) + behind; }
 
 std::vector<conversation> parse_questions(std::string_view text, std::string_view source, std::string_view family,
-                                          const prompt_template& how) {
+                                          const prompt_template& how, bool separately) {
   std::vector<conversation> all;
+  std::size_t documents = 0;
   for_each_object(text, source, forms, [&](const json& object, const std::string& place) {
     const auto has = [&](const char* key) { return object.contains(key); };
     if (has("turns") || has("family")) return all.push_back(own(object, place));
-    if (has("multi_turns")) return all.push_back(of_scbench(object, place, family, how));
+    if (has("multi_turns")) {
+      auto asked = of_scbench(object, place, family, how, ++documents, separately);
+      return void(all.insert(all.end(), asked.begin(), asked.end()));
+    }
     if (has("answers") || has("dataset")) return all.push_back(of_longbench(object, place, how));
     if (has("outputs")) return all.push_back(of_ruler(object, place, family));
     tessera::fail(place, "of no known form", forms, "give every line the keys of one form");
@@ -136,13 +143,14 @@ std::vector<conversation> parse_questions(std::string_view text, std::string_vie
   return all;
 }
 
-std::vector<conversation> load_questions(const std::filesystem::path& path, const prompt_template& how) {
-  if (path == "-") return parse_questions(engine::read_text_file(path), "standard input", "questions", how);
+std::vector<conversation> load_questions(const std::filesystem::path& path, const prompt_template& how,
+                                         bool separately) {
+  if (path == "-") return parse_questions(engine::read_text_file(path), "standard input", "questions", how, separately);
   std::string family = path.stem().string();
   if ((family == "validation" || family == "test" || family == "train") && path.has_parent_path())
     family = path.parent_path().filename().string();
-  return parse_questions(engine::read_text_file(path), engine::printable(path.native()), engine::printable(family),
-                         how);
+  return parse_questions(engine::read_text_file(path), engine::printable(path.native()), engine::printable(family), how,
+                         separately);
 }
 
 }  // namespace tool

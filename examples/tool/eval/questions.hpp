@@ -17,6 +17,7 @@ struct turn {
 struct conversation {
   std::string family;
   std::vector<turn> turns;
+  std::size_t document = 0;  ///< neighbours of the same number ask about one document, each by itself; 0: none is known
 };
 
 /// How a document and a question become a prompt: "{context}\n\n{input}\nAnswer:". Later questions over the same document get
@@ -37,14 +38,16 @@ inline constexpr const char* usual_template = "{context}\n\n{input}\nAnswer:";
 ///   the prompt. An empty "input" is one, as of its summaries.
 /// - RULER's: "input", "outputs", and perhaps "answer_prefix", which goes behind the input. The family is `family`.
 /// - SCBench's: "context" and "multi_turns", each with "input" and "answer"; perhaps "task" (the family, else `family`). The template
-///   makes the prompts.
+///   makes the prompts. `separately`: a conversation for each of its turns, of one document.
 /// Empty lines are skipped. Errors: a line of no such form, an empty prompt or answer, a key that is missing or of another type, a
 /// language whose words no white space parts, no line at all; the message names `source` and the line.
 std::vector<conversation> parse_questions(std::string_view text, std::string_view source,
                                           std::string_view family = "questions",
-                                          const prompt_template& how = prompt_template::parsed(usual_template));
+                                          const prompt_template& how = prompt_template::parsed(usual_template),
+                                          bool separately = false);
 
 /// The family of lines that name none is the file's name, or its folder's where the file is called validation, test or train.
-std::vector<conversation> load_questions(const std::filesystem::path& path, const prompt_template& how);
+std::vector<conversation> load_questions(const std::filesystem::path& path, const prompt_template& how,
+                                         bool separately = false);
 
 }  // namespace tool

@@ -169,6 +169,8 @@ std::string json_text(const std::vector<variant>& variants, const std::vector<ce
     item["bytes_held"] = cell.mean_held();
     item["bytes_full"] = cell.mean_full();
     item["bytes_read_per_step"] = cell.mean_read();
+    item["prompt_tokens"] = cell.prompt_tokens;
+    item["prompt_tokens_reused"] = cell.reused_tokens;
     item["prompt_pairs"] = cell.pairs.visible > 0 ? cell.pairs.attended / cell.pairs.visible : 1;
     item["answers"] = cell.answers;
     item["verdicts"] = cell.verdicts;
@@ -192,6 +194,36 @@ std::string limits_text(const std::vector<variant>& variants, const std::vector<
   if (names.empty()) return {};
   const std::string range = std::to_string(least) + (least == most ? "" : " to " + std::to_string(most));
   return "max_new of " + joined(names) + ": " + range + ", the longest that an answer may get.\n";
+}
+
+std::string prefix_text(const prefix_use& use) {
+  const auto mean = [](const read_parts& parts, const char* what) {
+    char text[160];
+    std::snprintf(text, sizeof text, "%s of %.0f tokens: %.3g s", what, parts.mean_tokens(), parts.mean_seconds());
+    return std::string(text);
+  };
+  const auto names = [](const std::set<std::string>& all) { return joined({all.begin(), all.end()}); };
+  std::string text;
+  if (use.beginnings.count > 0) {
+    const std::int64_t all = use.beginnings.tokens + use.forks.tokens + use.rest.tokens + use.rest_of_fork.tokens;
+    text +=
+        "Prefix cache: " + std::to_string(use.forks.tokens) + " of " + std::to_string(all) +
+        " prompt tokens were not read again. " + mean(use.beginnings, "Shared beginnings") + ". " +
+        mean(use.rest, "What followed") + "." +
+        (use.forks.count > 0 ? mean(use.rest_of_fork, " Behind a fork") + "." + mean(use.forks, " A fork") + "." : "") +
+        "\n";
+    if (use.beginning_bytes > 0)
+      text += "Memory: " + bytes_text(double(use.beginning_bytes)) + " of a shared beginning; " +
+              bytes_text(double(use.most_bytes)) + " at most with the question behind it, before it is compressed.\n";
+  }
+  if (!use.by_length.empty())
+    text +=
+        "Read anew for every question: " + names(use.by_length) + " (compressed while it comes in, by its length).\n";
+  if (!use.by_answer.empty())
+    text += "Read anew where the longest answers differ: " + names(use.by_answer) + " (max_new is part of the plan).\n";
+  if (!use.unlike.empty())
+    text += "Read anew because prompts begin alike for less than a third: " + names(use.unlike) + ".\n";
+  return text;
 }
 
 std::string bytes_text(double bytes) {

@@ -94,6 +94,15 @@ struct task_book::spec {
     return {filled(text("ask_names"), {{"names", joined_by(asked_for, text("separator"))}}),
             joined_by(values, text("separator"))};
   }
+  asked ask_list(const std::vector<code>& wanted) const {
+    strings asked_for, items;
+    for (const code& one : wanted) {
+      asked_for.push_back(one.name);
+      items.push_back(filled(text("list_item"), {{"name", one.name}, {"value", one.value}}));
+    }
+    return {filled(text("ask_list"), {{"names", joined_by(asked_for, text("separator"))}}),
+            joined_by(items, text("list_separator"))};
+  }
 
   // Codes are words, not digits: the first one is what the prompt's last token has to find.
   strings draw_values(random_source& random, std::size_t count) const {

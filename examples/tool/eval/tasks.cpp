@@ -1,5 +1,6 @@
 #include "tasks.hpp"
 
+#include <algorithm>
 #include <limits>
 
 #include "engine/files/input_file.hpp"
@@ -74,23 +75,35 @@ std::vector<std::string> task_book::families_of(std::string_view suite_name) con
   return fitting;
 }
 
-task task_book::make(std::string_view family, random_source& random) const {
-  require_one_of("family", family, families_);
-  if (family == "multi_value") return values(random);
-  if (family == "multi_query" || family == "long_answer") return several(random, family);
-  if (family == "variable_tracking") return chains(random);
-  if (family == "frequent_words") return signals(random);
-  if (family == "conversation") return turns(random);
-  return one_of(random, family);
+bool task_book::takes_several(std::string_view family) const {
+  return family != "multi_value" && family != "variable_tracking" && family != "frequent_words" && !is_dialogue(family);
 }
 
-// Needles, one of which is asked for.
-task task_book::one_of(random_source& random, std::string_view family) const {
-  const auto codes = spec_->draw_codes(random, spec_->number(family, "needles"));
+task task_book::make(std::string_view family, random_source& random, std::size_t questions) const {
+  require_one_of("family", family, families_);
+  tessera::require(questions == 1 || takes_several(family), "questions about a document of " + std::string(family),
+                   questions, "1: its question asks for all that is hidden there", "choose another family");
+  if (family == "multi_value") return values(random);
+  if (family == "multi_query" || family == "long_answer") return several(random, family, questions);
+  if (family == "variable_tracking") return chains(random);
+  if (family == "frequent_words") return signals(random);
+  if (family == "conversation" && questions == 1) return turns(random);
+  return one_of(random, family, questions);
+}
+
+// Needles, one of which is asked for; or several, in a question each.
+task task_book::one_of(random_source& random, std::string_view family, std::size_t questions) const {
+  const auto codes = spec_->draw_codes(random, std::max(questions, spec_->number(family, "needles")));
   const question_place place = family.ends_with("_first")    ? question_place::first
                                : family.ends_with("_middle") ? question_place::middle
                                                              : question_place::last;
-  return {spec_->needles(codes), {spec_->ask_one(codes[random.below(codes.size())])}, place};
+  task result{spec_->needles(codes), {}, place};
+  if (questions == 1) {
+    result.turns = {spec_->ask_one(codes[random.below(codes.size())])};
+  } else {
+    for (const code& wanted : random.sample(codes, questions)) result.turns.push_back(spec_->ask_one(wanted));
+  }
+  return result;
 }
 
 // One name with several values among names with one.
@@ -113,18 +126,14 @@ task task_book::values(random_source& random) const {
 }
 
 // Several names in one question, answered in the order asked: values alone, or a list of names and values.
-task task_book::several(random_source& random, std::string_view family) const {
+task task_book::several(random_source& random, std::string_view family, std::size_t questions) const {
   const auto codes = spec_->draw_codes(random, spec_->number(family, "needles"));
-  const auto wanted = random.sample(codes, spec_->number(family, "asked"));
-  if (family != "long_answer") return {spec_->needles(codes), {spec_->ask_several(wanted)}};
-  strings names, items;
-  for (const code& one : wanted) {
-    names.push_back(one.name);
-    items.push_back(filled(spec_->text("list_item"), {{"name", one.name}, {"value", one.value}}));
+  task result{spec_->needles(codes), {}};
+  for (std::size_t i = 0; i < questions; ++i) {
+    const auto wanted = random.sample(codes, spec_->number(family, "asked"));
+    result.turns.push_back(family == "long_answer" ? spec_->ask_list(wanted) : spec_->ask_several(wanted));
   }
-  return {spec_->needles(codes),
-          {{filled(spec_->text("ask_list"), {{"names", joined_by(names, spec_->text("separator"))}}),
-            joined_by(items, spec_->text("list_separator"))}}};
+  return result;
 }
 
 // Chains of variables; which ones equal the first chain's value?

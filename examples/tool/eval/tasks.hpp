@@ -65,9 +65,13 @@ class task_book {
   /// The families of a suite, in the file's order. Errors: an unknown suite, or one that no family of the file fits.
   std::vector<std::string> families_of(std::string_view suite_name) const;
 
+  /// Whether a document of the family can be asked about more than once: its question leaves something to ask for.
+  bool takes_several(std::string_view family) const;
+
   /// A task of one family with the settings of the file. Names and values in a task are all different, so an answer
-  /// is unique. Errors: an unknown family.
-  task make(std::string_view family, random_source& random) const;
+  /// is unique. `questions` above 1: as many turns of one question each, none of which builds on another; a document then has
+  /// as many needles at least. Errors: an unknown family; several questions where it takes one.
+  task make(std::string_view family, random_source& random, std::size_t questions = 1) const;
 
   /// A dialogue of one family of `dialogues`, after LoopServe's benchmark (arXiv:2507.13681, Algorithms 1 to 3). Names and values
   /// are all different. Errors: an unknown family, no turn or more than `longest_dialogue`.
@@ -80,9 +84,9 @@ class task_book {
  private:
   struct spec;
 
-  task one_of(random_source& random, std::string_view family) const;
+  task one_of(random_source& random, std::string_view family, std::size_t questions) const;
   task values(random_source& random) const;
-  task several(random_source& random, std::string_view family) const;
+  task several(random_source& random, std::string_view family, std::size_t questions) const;
   task chains(random_source& random) const;
   task signals(random_source& random) const;
   task turns(random_source& random) const;

@@ -10,9 +10,16 @@
 
 namespace tool {
 
-/// One sequence of a tessera::any_cache; `cache_`, `sequence_` and what is noted of them are the backend's to use.
+/// One sequence of a tessera::any_cache, which its forks share; `cache_`, `sequence_` and what is noted of them are the backend's to use.
 class any_conversation : public method_cache {
  public:
+  ~any_conversation() override {
+    try {
+      if (cache_.use_count() > 1) cache_->close(sequence_);
+    } catch (...) {  // a sequence that cannot be closed goes with the cache
+    }
+  }
+
   index_t judged_together() const override { return facts().chunk; }
   void announce(index_t tokens) override {
     if (facts().chunk == 0) return;
@@ -28,6 +35,8 @@ class any_conversation : public method_cache {
   bool rereads() const override { return facts().rereads; }
 
   std::int64_t next_position() const override { return cache_->next_position(sequence_); }
+  index_t prompt_tokens() const override { return cache_->prompt_tokens(sequence_); }
+  index_t announced() const override { return cache_->announced(sequence_); }
   bool saves() const override { return facts().saves; }
   void save(const std::function<void(const void*, std::size_t)>& sink) override { cache_->save(sequence_, sink); }
   void set_budget(index_t tokens) override { cache_->set_budget(tokens); }
@@ -61,6 +70,8 @@ class any_conversation : public method_cache {
         step_(other.step_),
         boundaries_(other.boundaries_),
         reads_(other.reads_) {}
+  /// A fork.
+  any_conversation(const any_conversation& other, index_t sequence) : cache_(other.cache_), sequence_(sequence) {}
   any_conversation& operator=(const any_conversation&) = delete;
 
   const tessera::any_cache_facts& facts() const { return cache_->facts(); }
@@ -80,7 +91,7 @@ class any_conversation : public method_cache {
     reads_ = {};
   }
 
-  std::unique_ptr<tessera::any_cache> cache_;
+  std::shared_ptr<tessera::any_cache> cache_;
   index_t sequence_ = 0;
   std::vector<index_t> reserved_;  // pages by group, for when the prompt has ended
   tessera::batch step_;

@@ -10,6 +10,8 @@ class conversation final : public any_conversation {
   explicit conversation(std::unique_ptr<tessera::any_cache> cache) : any_conversation(std::move(cache)) {
     sequence_ = cache_->open();
   }
+  conversation(const conversation& other) = default;
+  conversation(const conversation& other, index_t sequence) : any_conversation(other, sequence) {}
 
   void prefill(int layer, const float* q, const float* k, const float* v, int tokens, float* out) override {
     observe(layer, queries(q, tokens), keys(k, tokens), values(v, tokens));
@@ -51,6 +53,9 @@ class conversation final : public any_conversation {
     cache_->close(std::exchange(sequence_, loaded));
   }
   std::unique_ptr<method_cache> clone() const override { return std::make_unique<conversation>(*this); }
+  std::unique_ptr<method_cache> fork() override {
+    return std::make_unique<conversation>(*this, cache_->fork(sequence_));
+  }
   offset_t bytes() const override { return cache_->bytes(sequence_); }
 
   bool trace_ranked() override {

@@ -70,17 +70,26 @@ class method_cache : public engine::kv_cache {
   }
 
   /// Writes the conversation as bytes, between two turns; reads one in place of an empty one.
-  /// Errors: those of basic_cache::save and load; a cache that cannot, as `saves` says: packed rows on a GPU.
+  /// Errors: those of basic_cache::save and load; a cache that cannot, as `saves` says: searched strategies of packed rows on a GPU.
   virtual void save(const std::function<void(const void*, std::size_t)>&) { require_saves(); }
   virtual void load(const std::function<std::size_t(void*, std::size_t)>&) { require_saves(); }
   virtual bool saves() const { return false; }
   void require_saves() const {
-    tessera::require(saves(), "saved conversation", "asked of this method on a GPU",
-                     "a method that packs no rows there", "use --backend cpu");
+    tessera::require(saves(), "saved conversation", "asked of packed rows whose strategies are searched on a GPU",
+                     "fixed strategies", "pass --set strategy=fixed, or use --backend cpu");
   }
 
   /// An independent copy.
   virtual std::unique_ptr<method_cache> clone() const = 0;
+
+  /// Another conversation of the same cache that stands where this one does, in the middle of a prompt too. Pages are shared, and so is
+  /// the budget. Errors: no room for one more, as `cache_request::forks` says; several conversations that decode together.
+  virtual std::unique_ptr<method_cache> fork() {
+    tessera::fail("fork of a conversation", "asked of this cache", "a cache of one conversation",
+                  "read the prompt anew");
+  }
+  virtual index_t prompt_tokens() const { return 0; }  ///< of the prompt under way, so far
+  virtual index_t announced() const { return 0; }      ///< what it was announced with; 0: it was not
 
   /// Changes the budget; it counts from the next `end_prefill` or decode step. Nothing happens where there is none.
   virtual void set_budget(index_t tokens) = 0;
@@ -145,6 +154,7 @@ struct cache_request {
   std::shared_ptr<tessera::cpu::executor> workers;
   index_t tokens = 0;  ///< most tokens that the conversation will have; CUDA allocates for them, the CPU as they come
   index_t conversations = 1;  ///< that decode together, on CUDA
+  index_t forks = 0;          ///< of the conversation, most at a time, on CUDA
   index_t index_tokens = 0;   ///< most tokens whose keys an index holds at a time, on CUDA; 0: `tokens`
   /// Of a method that packs prompts, on CUDA: tokens of the longest prompt, so that memory for whole rows is one prompt's. No
   /// conversation's prompt begins before another one's has ended. 0: `tokens`.

@@ -15,6 +15,7 @@ import sys
 import tempfile
 
 import compress
+import shared_documents
 import system
 from checks import HANG, TOKENIZER, TOOL, Checks, layer, read_safetensors, without_progress
 from small_files import safetensors, write_model
@@ -173,7 +174,8 @@ def check_eval(checks):
     report = json.loads((folder / "report").read_text())
     assert len(report) == 5 * 3, report
     assert set(report[0]) == {"method", "budget", "parameters", "family", "turn", "questions", "right", "metric", "score",
-                              "bytes_held", "bytes_full", "bytes_read_per_step", "prompt_pairs", "answers", "verdicts"}, report[0]
+                              "bytes_held", "bytes_full", "bytes_read_per_step", "prompt_tokens", "prompt_tokens_reused", "prompt_pairs",
+                              "answers", "verdicts"}, report[0]
     (folder / "ruler.jsonl").write_text(json.dumps({"input": "One two.", "outputs": ["x", "y"], "answer_prefix": " Three"}))
     checks.works(f"{base} --questions ruler.jsonl --metric contains_all --json report", "ruler", "average", "mean score in percent (contains_all)")
     assert all(len(cell["scores"]) == 1 for cell in json.loads((folder / "report").read_text()))
@@ -192,6 +194,7 @@ def check_eval(checks):
     assert {cell["family"] for cell in report} == {"conversation"}, report
     assert sorted(cell["turn"] for cell in report) == [turn for turn in (1, 2, 3) for _ in range(5)], report
     (folder / "report").unlink()
+    shared_documents.check(checks, base)
     both = "eval --model model --methods snapkv,rocketkv --budgets 64 --context 300 --count 1 --families single"
     checks.works(f"{both} --json report", "max_new of rocketkv: ")
     report = {cell["method"]: cell["parameters"] for cell in json.loads((folder / "report").read_text())}
@@ -220,7 +223,7 @@ def check_eval(checks):
     checks.refuses(["eval", "--model", "model", "--methods", "full", "--families", ""], "--families", "empty")
     checks.refuses(["eval", "--model", "model", "--methods", "full", "--json", ""], "--json", "empty")
     for unused in ("--families single", "--count 3", "--context 200", "--seed 2", "--text prompt", "--tasks prompt",
-                   "--turns 3"):
+                   "--turns 3", "--questions-per-document 3"):
         checks.refuses(f"{base} --questions questions {unused}", "--questions", unused.split()[0])
     tasks = json.loads((pathlib.Path(TOKENIZER).parents[1] / "data" / "tasks.json").read_text())
     for name, change in (("question", None), ("families", 3), ("value_words", -1), ("value_words", 10**9), ("nouns", [])):

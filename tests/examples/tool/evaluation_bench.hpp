@@ -21,17 +21,18 @@ struct bench {
   engine::tokenizer tokenizer;
   std::unique_ptr<tool::runner> model;
 
-  explicit bench(int threads = 2)
+  explicit bench(int threads = 2, tool::backend where = tool::backend::cpu)
       : workers(std::make_shared<tessera::cpu::executor>(threads)),
         tokenizer(engine::tokenizer::load(folder.path() / "tokenizer.model")),
-        model(tool::load_model(folder.path(), tool::backend::cpu, *workers)) {}
+        model(tool::load_model(folder.path(), where, *workers)) {}
 
   std::vector<tool::planned_turn> plan(const tool::conversation& asked, const std::string& place = "question 1") const {
     return tool::plan_turns(asked, place, model->config(), tokenizer);
   }
 
   tool::evaluation evaluation(std::vector<tool::variant> variants) {
-    return {*model, tokenizer, std::move(variants), tool::element_type::fp32, workers};
+    const auto element = model->where() == tool::backend::cpu ? tool::element_type::fp32 : tool::element_type::bf16;
+    return {*model, tokenizer, std::move(variants), element, workers};
   }
 };
 

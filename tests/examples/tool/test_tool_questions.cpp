@@ -71,6 +71,25 @@ TEST_CASE("lines of LongBench, RULER and SCBench become conversations") {
   CHECK(all[4].family == "many_shot");
 }
 
+TEST_CASE("questions of SCBench's lines are asked in one conversation, or each by itself") {
+  const std::string lines =
+      R"({"context": "Keys.", "multi_turns": [{"input": "k1", "answer": "v1"}, {"input": "k2", "answer": 5}]})"
+      "\n"
+      R"({"context": "More.", "multi_turns": [{"input": "k3", "answer": "v3"}]})";
+  const auto how = tool::prompt_template::parsed("<{context}|{input}>");
+  const auto apart = parse_questions(lines, "file", "kv", how, true);
+  REQUIRE(apart.size() == 3);
+  CHECK(apart[1].turns[0].prompt == "<Keys.|k2>");
+  CHECK(apart[1].turns[0].references == std::vector<std::string>{"5"});
+  CHECK(apart[1].family == "kv");
+  CHECK(apart[0].document == apart[1].document);
+  CHECK(apart[1].document != apart[2].document);
+  const auto together = parse_questions(lines, "file", "kv", how);
+  REQUIRE(together.size() == 2);
+  CHECK(together[0].turns[1].prompt == "|k2>");
+  CHECK(together[0].document == 0);
+}
+
 TEST_CASE("lines of those forms without their keys, and templates without places, are refused") {
   for (const char* bad : {
            R"({"context": "c", "input": "i", "answers": ["a"]})",
