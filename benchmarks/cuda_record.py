@@ -4,7 +4,7 @@
     benchmarks/cuda_record.py --logs FOLDER --out FOLDER
 
 FOLDER holds what there is of machine.json, steps.tsv (name, exit status, seconds), bench_cuda*.json, peers.json,
-tool.json, turns.json, decode_step.json and those of decode_step_rocketkv, _batch, _packed, _prompts and _long_prompt,
+tool.json, turns.json, serving_short.json, serving_shared.json, decode_step.json and those of decode_step_rocketkv, _batch, _packed, _prompts and _long_prompt,
 and one NAME.log a step. What is missing is written down as not measured.
 """
 import argparse
@@ -350,7 +350,9 @@ def main():
                         ("decode_step_packed", "Packed rows and a tenth of the tokens, four conversations"),
                         ("decode_step_prompts", "Whole prompts, not compressed and by TANGRAM's rule"),
                         ("decode_step_long_prompt", "A long prompt by TANGRAM's rule"),
-                        ("turns", "Turns of a model whose attention lies along lines")):
+                        ("turns", "Turns of a model whose attention lies along lines"),
+                        ("serving_short", "Serving prompts of 2,000 to 8,000 tokens, all there at once"),
+                        ("serving_shared", "Serving three turns over one of four documents")):
         text = read_text(f"{given.logs}/{part}.log").strip()
         if text:
             notes += ["", f"## {title}", "", "```", text, "```"]
@@ -358,6 +360,7 @@ def main():
              for name in ("decode_step", "decode_step_rocketkv", "decode_step_batch", "decode_step_packed", "decode_step_prompts",
                           "decode_step_long_prompt", "turns")}
     of_bars = {key: value for name, part in model.items() if name != "decode_step" for key, value in model_steps(part).items()}
+    model.update({name: read_json(f"{given.logs}/{name}.json") or {} for name in ("serving_short", "serving_shared")})
     record = {"machine": machine, "steps": steps, "tests": tests,
               "bars": judge(figures, of_bars) if figures or of_bars else [], "figures": figures, **model, "notes": notes}
 

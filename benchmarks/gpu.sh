@@ -121,7 +121,7 @@ if [ -z "$prebuilt" ]; then
   if wanted tool || wanted benchmarks; then
     if timeout 60 "${configure[@]}" -DTESSERA_BUILD_EXAMPLES=ON >"$logs/configure_examples.log" 2>&1; then
       no_examples=
-      wanted benchmarks && targets+=(bench_decode_step bench_turns)
+      wanted benchmarks && targets+=(bench_decode_step bench_turns bench_serving)
       wanted tool && targets+=(tessera)
       wanted tests && targets+=(test_examples_cuda ladder_08_on_the_gpu)
     else
@@ -221,6 +221,8 @@ if wanted benchmarks; then
         --batch 2 --contexts 8192
       attempt decode_step_prompts 300 "$programs/bench_decode_step" --layers 2 --methods full,tangram --prompts 4096
       attempt turns 300 "$programs/bench_turns" --layers 2 --prompts 4096 --answers 40 --warm 2048
+      attempt serving_short 120 "$programs/bench_serving" --layers 2 --mix short --requests 12 --memory 1
+      attempt serving_shared 120 "$programs/bench_serving" --layers 2 --mix shared --requests 6 --memory 1.2
     }
   elif [ -x "$programs/bench_decode_step" ]; then
     attempt decode_step 300 "$programs/bench_decode_step" --json "$logs/decode_step.json"
@@ -235,6 +237,9 @@ if wanted benchmarks; then
     attempt decode_step_long_prompt 300 "$programs/bench_decode_step" --methods tangram --budget 32768 \
       --prompts 131072 --json "$logs/decode_step_long_prompt.json"
     attempt turns 300 "$programs/bench_turns" --prompts 131072,65536,32768 --json "$logs/turns.json"
+    attempt serving_short 300 "$programs/bench_serving" --mix short --memory 10 --out "$logs/serving_short.json"
+    attempt serving_shared 300 "$programs/bench_serving" --mix shared --requests 20 --memory 16 \
+      --out "$logs/serving_shared.json"
   else
     echo "decode_step: not measured, ${no_examples:-the program is not there}"
     note "decode_step (${no_examples:-the program is not there})" none 0

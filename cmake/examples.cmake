@@ -32,6 +32,12 @@ if(tessera_cuda_engine AND TESSERA_BUILD_BENCHMARKS)
     target_link_libraries(${name} PRIVATE tessera_tool)
     tessera_cuda_options(${name})
   endforeach()
+  # A file for each method that is served.
+  file(GLOB served_methods CONFIGURE_DEPENDS benchmarks/serving/serve/methods/*.cu)
+  add_executable(bench_serving benchmarks/serving/serve/bench_serving.cu ${served_methods})
+  target_include_directories(bench_serving PRIVATE benchmarks)
+  target_link_libraries(bench_serving PRIVATE tessera_tool)
+  tessera_cuda_options(bench_serving)
 endif()
 
 if(TARGET tessera_engine AND TESSERA_BUILD_BENCHMARKS)

@@ -109,6 +109,7 @@ foreach(program IN LISTS test_programs)
   if(program MATCHES "^test_examples")
     target_compile_options(${program} PRIVATE "$<$<CONFIG:Release>:-O1>")  # what they measure lies in the tool and the engine
     target_compile_definitions(${program} PRIVATE TESSERA_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
+    target_include_directories(${program} PRIVATE "${PROJECT_SOURCE_DIR}/benchmarks")  # the serving benchmark's scheduler
     target_link_libraries(${program} PRIVATE tessera_engine)
     if(TARGET tessera)  # tests of the tool call its parts and run it
       target_link_libraries(${program} PRIVATE tessera_tool)

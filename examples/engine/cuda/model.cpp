@@ -11,35 +11,10 @@
 #include "line_weights.hpp"
 #include "ops.hpp"
 #include "weights.hpp"
+#include "workspace.hpp"
 
 namespace engine::cuda {
 namespace {
-
-/// Working memory for so many rows.
-struct workspace {
-  std::int32_t rows = 0;
-  device_array<token_t> tokens;
-  device_array<float> hidden, qkv, attended, gate_up;
-  device_array<bf16> normed, q, k, v, rounded, activated;
-
-  workspace() = default;
-  workspace(const llama_config& config, std::int32_t count) : rows(count) {
-    const auto make = [count](auto& array, std::int32_t width) {
-      array = std::remove_reference_t<decltype(array)>(std::size_t(count) * std::size_t(width));
-    };
-    make(tokens, 1);
-    make(hidden, config.hidden_size);
-    make(normed, config.hidden_size);
-    make(qkv, config.q_size() + 2 * config.kv_size());
-    make(q, config.q_size());
-    make(k, config.kv_size());
-    make(v, config.kv_size());
-    make(attended, config.q_size());
-    make(rounded, config.q_size());
-    make(gate_up, 2 * config.intermediate_size);
-    make(activated, config.intermediate_size);
-  }
-};
 
 constexpr int most_rows = std::max<int>(longest_step, llama::most_together);  // of a step
 
@@ -147,6 +122,28 @@ class llama::state {
     return logits(std::int32_t(tokens.size()));
   }
 
+  std::vector<token_t> pass(const packed_rows& rows, const packed_attention& attend) {
+    const auto total = std::int32_t(rows.tokens.size()), outputs = std::int32_t(rows.wanted.size());
+    require_packed(config, rows);
+    make_room(total);
+    packed_.make_room(config, rows.tokens.size(), rows.wanted.size());
+    put_tokens(rows.tokens);
+    upload(rows.positions, packed_.positions.data());
+    const std::int32_t ending = outputs > 0 ? total - rows.wanted.front() : 0;  // rows that the last layer's end is for
+    forward(chunk_, total, {0, packed_.positions.data()}, ending, rows.type, [&](int index) {
+      attend(index, chunk_.q.data(), chunk_.k.data(), chunk_.v.data(), chunk_.attended.data());
+    });
+    std::vector<token_t> best(rows.wanted.size());
+    if (outputs > 0) {
+      packed_.gather(chunk_.hidden.data(), rows.wanted, config.hidden_size, stream);
+      project(packed_.hidden.data(), outputs, chunk_.normed.data(), packed_.logits.data());
+      best_tokens(packed_.logits.data(), outputs, config.vocab_size, packed_.best.data(), unusable_.data(), stream);
+      packed_.fetch_best(best, stream);
+    }
+    require_numbers();
+    return best;
+  }
+
   std::vector<token_t> next(std::span<const token_t> tokens, kv_cache& cache) {
     tessera::require(int(tokens.size()) == cache.conversations() && tokens.size() <= most_together, "tokens",
                      tokens.size(), "one for each of at most " + std::to_string(most_together) + " conversations",
@@ -174,9 +171,9 @@ class llama::state {
     chunk_ = {};  // frees the old one first
     chunk_ = workspace(config, tokens);
   }
-  void put_tokens(std::span<const token_t> tokens) {
-    check(cudaMemcpyAsync(chunk_.tokens.data(), tokens.data(), tokens.size_bytes(), cudaMemcpyHostToDevice, stream),
-          "cudaMemcpyAsync");
+  void put_tokens(std::span<const token_t> tokens) { upload(tokens, chunk_.tokens.data()); }
+  void upload(std::span<const std::int32_t> values, std::int32_t* to) {
+    check(cudaMemcpyAsync(to, values.data(), values.size_bytes(), cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
   }
 
   // Passes tokens through every layer. Afterwards work.hidden holds the final states of the last `wanted` tokens, at
@@ -218,9 +215,12 @@ class llama::state {
 
   // logits_ [wanted, vocab] of the last `wanted` of `count` rows.
   void project(workspace& work, std::int32_t count, std::int32_t wanted) {
-    const float* hidden = work.hidden.data() + std::int64_t(count - wanted) * config.hidden_size;
-    rms_norm(hidden, wanted, config.hidden_size, final_norm_.data(), config.rms_norm_eps, work.normed.data(), stream);
-    products_.linear(work.normed.data(), wanted, config.tie_word_embeddings ? embedding_ : head_, logits_.data());
+    project(work.hidden.data() + std::int64_t(count - wanted) * config.hidden_size, wanted, work.normed.data(),
+            logits_.data());
+  }
+  void project(const float* hidden, std::int32_t rows, bf16* normed, float* output) {
+    rms_norm(hidden, rows, config.hidden_size, final_norm_.data(), config.rms_norm_eps, normed, stream);
+    products_.linear(normed, rows, config.tie_word_embeddings ? embedding_ : head_, output);
   }
 
   std::vector<float> logits(std::int32_t rows) {
@@ -324,6 +324,7 @@ class llama::state {
   device_array<float> frequencies_, still_;  // of RoPE [head_dim / 2]; of layers without it, 0
   workspace step_;                           // its addresses are in the captured graphs
   workspace chunk_;                          // grows with the prompts
+  packed_workspace packed_;                  // of `pass`
   device_array<float> logits_;
   device_array<token_t> best_;
   device_array<unsigned long long> unusable_;  // see unusable_number
@@ -371,6 +372,10 @@ void llama::reread(std::span<const token_t> prompt, kv_cache& cache, const prefi
 
 std::vector<float> llama::decode(std::span<const token_t> tokens, kv_cache& cache) {
   return state_->decode(tokens, cache);
+}
+
+std::vector<token_t> llama::pass(const packed_rows& rows, const packed_attention& attend) {
+  return state_->pass(rows, attend);
 }
 
 token_t llama::next(token_t token, kv_cache& cache) { return state_->next({&token, 1}, cache)[0]; }

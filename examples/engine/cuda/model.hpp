@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -15,6 +16,17 @@ namespace engine::cuda {
 
 /// Throws tessera::error with the cure unless there is a CUDA device that the engine can use.
 void require_device();
+
+/// Tokens of several conversations that pass through the model together: chunks of prompts and steps, one behind the other.
+struct packed_rows {
+  std::span<const token_t> tokens;
+  std::span<const std::int32_t> positions;  ///< of each token in its conversation
+  std::span<const std::int32_t> wanted;     ///< rows whose next tokens are wanted, ascending; none need be
+  element type = element::bf16;             ///< of q, k and v
+};
+/// The attention of one layer: appends k and v to the conversations' caches, and writes what the queries attend to `out`.
+/// Shapes   q, out [rows, q_heads, head_dim]; k, v [rows, kv_heads, head_dim]; on the device, out fp32.
+using packed_attention = std::function<void(int layer, const void* q, const void* k, const void* v, float* out)>;
 
 /// A model's weights on the device and its forward pass; see engine::llama, which it follows step by step.
 ///
@@ -61,6 +73,11 @@ class llama {
   token_t next(token_t token, kv_cache& cache);
   /// The same for conversations that decode together, at most `most_together`: a token of each.
   std::vector<token_t> next(std::span<const token_t> tokens, kv_cache& cache);
+
+  /// Passes tokens of several conversations through the model. `attend` is called once for each layer, and launches on
+  /// `stream()`. Behind the last layer's attention only rows from the first wanted one on go on.
+  /// Returns  the best token after each wanted row. It waits for the device.
+  std::vector<token_t> pass(const packed_rows& rows, const packed_attention& attend);
 
   /// Prefills `prompt` and answers greedily; see engine::llama::generate.
   std::vector<token_t> generate(std::span<const token_t> prompt, kv_cache& cache, const generate_options& options = {});
