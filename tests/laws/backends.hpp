@@ -225,41 +225,39 @@ struct backend_laws : calls_of_side<Side> {
   /// A sequence that was saved and loaded, here or in another cache, answers as its source and goes on as it would.
   /// Bytes that are cut or damaged, and calls between which nothing can be saved, change nothing.
   void saved_sequences_go_on_as_their_source() {
-    {
-      cache_type cache = side.make(), other = side.make();
-      const index_t id = prompt(cache, {rows(44), rows(9)});
-      for (int i = 0; i < 3; ++i) step(cache, {id}, {rows(2)});
-      const auto bytes = saved(cache, id);
-      CHECK(saved(cache, id) == bytes);
-      const sequence_answers before = answers_of(cache, id);
-      for (const std::size_t length : {std::size_t(0), std::size_t(7), bytes.size() / 2, bytes.size() - 1}) {
-        CHECK_THROWS_AS(loaded(other, {bytes.begin(), bytes.begin() + std::ptrdiff_t(length)}), tessera::error);
+    cache_type cache = side.make(), other = side.make();
+    const index_t id = prompt(cache, {rows(44), rows(9)});
+    for (int i = 0; i < 3; ++i) step(cache, {id}, {rows(2)});
+    const auto bytes = saved(cache, id);
+    CHECK(saved(cache, id) == bytes);
+    const sequence_answers before = answers_of(cache, id);
+    for (const std::size_t length : {std::size_t(0), std::size_t(7), bytes.size() / 2, bytes.size() - 1}) {
+      CHECK_THROWS_AS(loaded(other, {bytes.begin(), bytes.begin() + std::ptrdiff_t(length)}), tessera::error);
+    }
+    auto damaged = bytes;
+    damaged[bytes.size() / 2] ^= 1;
+    CHECK_THROWS_AS(loaded(cache, damaged), tessera::error);
+    CHECK(answers_of(cache, id) == before);
+    const index_t copy = loaded(cache, bytes), distant = loaded(other, bytes);
+    CHECK(distant == 0);
+    CHECK(answers_of(cache, copy).same_tokens(before));
+    CHECK(answers_of(other, distant).same_tokens(before));
+    for (int turn = 0; turn < 2; ++turn) {
+      for (int i = 0; i < 20; ++i) {
+        const rows_type same = rows(1);
+        const auto of_source = step(cache, {id}, {same});
+        CHECK(side.same(step(cache, {copy}, {same}), of_source));
+        CHECK(side.same(step(other, {distant}, {same}), of_source));
       }
-      auto damaged = bytes;
-      damaged[bytes.size() / 2] ^= 1;
-      CHECK_THROWS_AS(loaded(cache, damaged), tessera::error);
-      CHECK(answers_of(cache, id) == before);
-      const index_t copy = loaded(cache, bytes), distant = loaded(other, bytes);
-      CHECK(distant == 0);
-      CHECK(answers_of(cache, copy).same_tokens(before));
-      CHECK(answers_of(other, distant).same_tokens(before));
-      for (int turn = 0; turn < 2; ++turn) {
-        for (int i = 0; i < 20; ++i) {
-          const rows_type same = rows(1);
-          const auto of_source = step(cache, {id}, {same});
-          CHECK(side.same(step(cache, {copy}, {same}), of_source));
-          CHECK(side.same(step(other, {distant}, {same}), of_source));
-        }
-        CHECK(answers_of(cache, copy).same_tokens(answers_of(cache, id)));
-        CHECK(answers_of(other, distant).same_tokens(answers_of(cache, id)));
-        const rows_type chunk = rows(21);
-        for (auto* held : {&cache, &other}) {
-          for (const index_t sequence : {id, copy}) {
-            if (held == &other && sequence == copy) continue;
-            prefill(*held, sequence, chunk);
-            CHECK_THROWS_AS(saved(*held, sequence), tessera::error);
-            side.end_prefill(*held, sequence);
-          }
+      CHECK(answers_of(cache, copy).same_tokens(answers_of(cache, id)));
+      CHECK(answers_of(other, distant).same_tokens(answers_of(cache, id)));
+      const rows_type chunk = rows(21);
+      for (auto* held : {&cache, &other}) {
+        for (const index_t sequence : {id, copy}) {
+          if (held == &other && sequence == copy) continue;
+          prefill(*held, sequence, chunk);
+          CHECK_THROWS_AS(saved(*held, sequence), tessera::error);
+          side.end_prefill(*held, sequence);
         }
       }
     }

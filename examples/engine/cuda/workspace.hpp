@@ -51,7 +51,7 @@ struct packed_workspace {
   void make_room(const llama_config& config, std::size_t rows, std::size_t wanted) {
     if (positions.size() < rows) positions = device_array<std::int32_t>(rows);
     if (best.size() >= wanted) return;
-    hidden = {}, logits = {};  // frees the old ones first
+    hidden = {}, logits = {}, best = {};  // frees the old ones first
     hidden = device_array<float>(wanted * std::size_t(config.hidden_size));
     logits = device_array<float>(wanted * std::size_t(config.vocab_size));
     best = device_array<token_t>(wanted);

@@ -85,6 +85,7 @@ class backend {
   }
   /// Copies a sequence to another id, between whole calls. Where it throws, that id is closed.
   void fork(index_t id, index_t to, const sequence_state<Recipe>& state, cudaStream_t stream) {
+    parts_.hold_for_saves(stream);
     parts_.store.plan_copy(id, to, stream);
     try {
       parts_.read_stage.candidates().plan_copy(id, to);
@@ -107,6 +108,8 @@ class backend {
   }
   template <class Source>
   sequence_reader<Source> reader(Source& source, cudaStream_t stream) {
+    parts_.order.require_none_under_way();
+    parts_.hold_for_saves(stream);
     return {source, parts_.save_buffer(), stream};
   }
   /// Saves a sequence between two turns or steps, or loads one into an open, empty one, which the caller closes where
@@ -177,6 +180,7 @@ class backend {
   void fit_memory(index_t tokens, cudaStream_t stream) {
     parts_.order.require_none_under_way();
     require(tokens >= 0, "tokens to make room for", tokens, "0 or more", "pass the longest answer");
+    parts_.hold_for_saves(stream);
     parts_.store.resize(tokens, stream);
     parts_.order.disturbed();
   }
@@ -382,6 +386,7 @@ class backend {
   step_turn<Recipe, Out> steps() { return step_turn<Recipe, Out>(parts_); }
 
   void clear(index_t id, cudaStream_t stream) {
+    if constexpr (packing_layout<layout>) parts_.hold_for_saves(stream);  // forks may read its segments
     parts_.store.clear(id, stream);
     parts_.read_stage.candidates().clear(id, stream);
     parts_.read_stage.reader().clear(id, stream);

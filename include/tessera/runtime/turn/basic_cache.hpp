@@ -133,8 +133,10 @@ class basic_cache {
   /// checksums. The sequence stays. Of a segment's basis each sequence has a copy; a search that has not ended is
   /// saved with the rows that it reads.
   /// On a GPU a cuda::saved_sequence may be the sink. The call then waits for the stream's earlier work, enqueues the
-  /// copy and returns. Until the bytes have arrived the sequence must stay as it is; others may step on other streams.
-  /// Errors   a prompt, a step or a draft under way: tessera::error.
+  /// copy and returns. `queue` must come behind the cache's other work: let it wait for an event of that stream. Until
+  /// the bytes have arrived the sequence must stay as it is. Others may step on their stream, which waits where rows of
+  /// other sequences move.
+  /// Errors   a prompt, a step or a draft under way; a cache that cannot save: tessera::error.
   template <class Sink>
   void save(index_t id, Sink&& sink, default_queue queue = {});
 
@@ -142,8 +144,9 @@ class basic_cache {
   /// source(void* data, std::size_t bytes) fills the memory and returns the bytes that it had, fewer only at the end.
   /// What follows has the bits of the sequence that was saved. An index is built anew from the rows. On a GPU a
   /// cuda::saved_sequence may be the source; the call waits until it has been read.
-  /// Errors   bytes that are cut, damaged, of another version or of another cache; no memory, or a pool with too few
-  ///          pages: an exception, and the cache is as before.
+  /// Errors   bytes that are cut, damaged, of another version or of another cache; a cache that cannot save; on a GPU,
+  ///          a step of any sequence that is under way; no memory, or a pool with too few pages: an exception, and the
+  ///          cache is as before.
   template <class Source>
   index_t load(Source&& source, default_queue queue = {});
 

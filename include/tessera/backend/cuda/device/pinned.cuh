@@ -64,6 +64,8 @@ class stream_mark {
   void set(cudaStream_t stream) { check(cudaEventRecord(event_, stream), "cudaEventRecord"); }
   /// Waits until everything before the mark is done. Returns at once where it was never set.
   void wait() const { check(cudaEventSynchronize(event_), "cudaEventSynchronize"); }
+  /// The same where an error may not be thrown.
+  void drain() const noexcept { cudaEventSynchronize(event_); }
   /// Whether everything before the mark is done.
   bool is_past() const {
     const cudaError_t status = cudaEventQuery(event_);

@@ -146,7 +146,8 @@ template <class View, class Archive>
 void transfer_layer(const View& view, const detail::cached_columns& columns, const host_vector<index_t>& counts,
                     bool scattered, index_t begin, index_t next, Archive& archive, cudaStream_t stream) {
   using stored = typename View::stored_type;
-  static_assert(View::k_dim * sizeof(stored) % 16 == 0 && View::v_dim * sizeof(stored) % 16 == 0);
+  static_assert(View::k_dim * sizeof(stored) % 16 == 0 && View::v_dim * sizeof(stored) % 16 == 0,
+                "tessera: rows that a GPU saves have a multiple of 16 bytes; take head dims that are multiples of 16");
   constexpr auto way = Archive::loads ? detail::saved_way::to_cache : detail::saved_way::to_slice;
   host_vector<detail::saved_head> heads;
   offset_t column_bytes = 0, row_bytes = 0;

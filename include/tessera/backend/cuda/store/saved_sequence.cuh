@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "../../../core/error.hpp"
 #include "../../../core/host/host_vector.hpp"
@@ -30,16 +31,17 @@ class pinned_pieces {
 
   /// Memory for so many bytes, side by side. Errors: no memory.
   void reserve(std::size_t bytes) {
-    for (std::size_t i = chunk_; i < chunks_.size(); ++i) {
-      if (bytes <= chunks_[i].size() - (i == chunk_ ? used_ : 0)) return;
-    }
-    chunks_.push_back(pinned_buffer<std::byte>((std::max)(bytes, least_chunk)));
+    if (chunks_.empty()) chunks_.push_back(pinned_buffer<std::byte>(bytes));
   }
   /// The next piece, which begins at a multiple of `part_alignment`. Errors: no memory.
   std::byte* append(std::size_t bytes) {
     const auto begin = [&] { return std::size_t(padded_bytes(offset_t(used_))); };
-    reserve(std::size_t(padded_bytes(offset_t(bytes))) + std::size_t(part_alignment));
-    while (begin() + bytes > chunks_[chunk_].size()) ++chunk_, used_ = 0;
+    if (chunk_ < chunks_.size() && begin() + bytes > chunks_[chunk_].size()) ++chunk_, used_ = 0;
+    if (chunk_ == chunks_.size()) chunks_.emplace_back();
+    if (begin() + bytes > chunks_[chunk_].size()) {  // it holds no piece yet: a larger one takes its place
+      chunks_[chunk_] = {};
+      chunks_[chunk_] = pinned_buffer<std::byte>((std::max)(bytes + bytes / 8, least_chunk));
+    }
     std::byte* const data = chunks_[chunk_].data() + begin();
     used_ = begin() + bytes;
     pieces_.push_back({data, bytes});
@@ -51,6 +53,12 @@ class pinned_pieces {
     chunk_ = used_ = 0;
   }
   const host_vector<piece>& all() const { return pieces_; }
+  /// Bytes of all memory.
+  std::size_t capacity() const {
+    std::size_t sum = 0;
+    for (const auto& chunk : chunks_) sum += chunk.size();
+    return sum;
+  }
   std::size_t bytes() const {
     std::size_t sum = 0;
     for (const piece& each : pieces_) sum += each.bytes;
@@ -68,6 +76,7 @@ class pinned_pieces {
 
 /// A saved sequence in page-locked memory of the host. `save` of a cache fills it without waiting, and `load` reads it:
 /// so a server swaps a sequence out while others step. The bytes are those that `save` gives to a sink.
+/// Device   make it where the cache's device is the current one.
 /// Memory   of the host alone. It grows to that of the largest save and stays. To make a MiB takes some 0.3 ms.
 /// Threads  one call at a time.
 class saved_sequence {
@@ -76,10 +85,15 @@ class saved_sequence {
   explicit saved_sequence(std::size_t bytes = 0) {
     if (bytes > 0) pieces_.reserve(bytes);
   }
-  saved_sequence(saved_sequence&&) = default;
-  saved_sequence& operator=(saved_sequence&&) = default;
+  saved_sequence(saved_sequence&& other) : saved_sequence() { swap(other); }
+  saved_sequence& operator=(saved_sequence other) noexcept {
+    swap(other);
+    return *this;
+  }
   /// Waits for the device, which may still write to the memory.
-  ~saved_sequence() = default;
+  ~saved_sequence() {
+    if (is_whole_) written_.drain();
+  }
 
   /// Whether a whole sequence was saved here; its bytes may be on their way.
   bool is_whole() const { return is_whole_; }
@@ -88,6 +102,8 @@ class saved_sequence {
     require_whole();
     return pieces_.bytes();
   }
+  /// Bytes of page-locked memory.
+  std::size_t capacity() const { return pieces_.capacity(); }
   /// Whether all bytes have arrived. The sequence that was saved may then change, and be closed.
   bool has_arrived() const {
     require_whole();
@@ -111,6 +127,11 @@ class saved_sequence {
   template <class>
   friend class detail::sequence_input;
 
+  void swap(saved_sequence& other) noexcept {
+    std::swap(pieces_, other.pieces_);
+    std::swap(written_, other.written_);
+    std::swap(is_whole_, other.is_whole_);
+  }
   void require_whole() const { require(is_whole_, "saved sequence", "none", "a whole one", "pass it to save first"); }
 
   detail::pinned_pieces pieces_;

@@ -53,8 +53,15 @@ class transfer_buffer {
   transfer_buffer& operator=(const transfer_buffer&) = delete;
   ~transfer_buffer() { cudaStreamDestroy(copies_); }
 
-  /// Lets `stream` wait for the save or load before.
-  void begin(cudaStream_t stream) const { used_.hold(stream); }
+  /// Lets `stream` wait for the save before.
+  void hold(cudaStream_t stream) const { used_.hold(stream); }
+  /// Forgets the differences that another load found.
+  void begin_load(cudaStream_t stream) const {
+    hold(stream);
+    check(cudaMemsetAsync(differs_.data(), 0, sizeof(index_t), stream), "cudaMemsetAsync");
+  }
+  /// On the device: whether an array of this load has another checksum than it should.
+  index_t* differs() const { return differs_.data(); }
   /// Lets `stream` wait for the copies of this one.
   void finish(cudaStream_t stream) {
     for (const slice_memory& each : slices_) each.used.hold(stream);
@@ -65,8 +72,9 @@ class transfer_buffer {
     cudaStreamSynchronize(copies_);
     cudaStreamSynchronize(stream);
   }
-  /// The heads of a layer, on the device.
+  /// The heads of a layer, on the device. Comes before the layer's arrays; `stream` waits for the save before.
   const detail::saved_head* upload(const host_vector<detail::saved_head>& heads, cudaStream_t stream) const {
+    hold(stream);
     check(cudaMemcpyAsync(heads_.data(), heads.data(), heads.size() * sizeof(detail::saved_head),
                           cudaMemcpyHostToDevice, stream),
           "cudaMemcpyAsync");
@@ -113,6 +121,7 @@ class transfer_buffer {
   std::size_t turn_ = 0;
   cudaStream_t copies_{};
   device_buffer<detail::device_sum> sum_{1};
+  device_buffer<index_t> differs_{1};
   device_buffer<detail::saved_head> heads_;
   stream_mark used_;
 };
@@ -127,7 +136,6 @@ class sequence_output {
 
   sequence_output(Sink& sink, transfer_buffer& buffer, cudaStream_t stream)
       : sink_(sink), buffer_(buffer), stream_(stream) {
-    buffer.begin(stream);
     if (staged().is_whole_) staged().wait();
     staged().is_whole_ = false;
     staged().pieces_.clear();
@@ -199,8 +207,8 @@ class sequence_input {
 
   sequence_input(Source& source, transfer_buffer& buffer, cudaStream_t stream)
       : source_(source), buffer_(buffer), stream_(stream) {
-    buffer.begin(stream);
     if constexpr (keeps) source.wait();
+    buffer.begin_load(stream);
   }
   sequence_input(const sequence_input&) = delete;
   sequence_input& operator=(const sequence_input&) = delete;
@@ -238,13 +246,16 @@ class sequence_input {
   template <class Launch>
   void array(std::byte* image, std::size_t bytes, std::uint64_t expected, const Launch& launch) {
     const device_sum* const sum = buffer_.template move<true>(image, bytes, launch, stream_);
-    compare_sum_entry<<<1, 1, 0, stream_>>>(sum, checksum_end(bytes), expected, differs_.data());
+    compare_sum_entry<<<1, 1, 0, stream_>>>(sum, checksum_end(bytes), expected, buffer_.differs());
     check(cudaGetLastError(), "launch of compare_sum");
   }
   /// Waits, and returns whether all checksums were right.
   bool is_whole() const {
+    index_t differs = 0;
+    check(cudaMemcpyAsync(&differs, buffer_.differs(), sizeof(differs), cudaMemcpyDeviceToHost, stream_),
+          "cudaMemcpyAsync");
     check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
-    return differs_.data()[0] == 0;
+    return differs == 0;
   }
   const saved_head* upload(const host_vector<saved_head>& heads) { return buffer_.upload(heads, stream_); }
 
@@ -256,7 +267,6 @@ class sequence_input {
   cudaStream_t stream_;
   std::size_t piece_ = 0, used_ = 0;  // of a saved_sequence
   pinned_pieces staged_;              // of a source
-  pinned_buffer<index_t> differs_{1};
 };
 
 }  // namespace detail

@@ -62,6 +62,7 @@ void transfer_segment(std::shared_ptr<packed_segment<Placement>>& segment, const
       const offset_t size = of.own_bits ? 0 : offset_t(kv_heads) * of.set_bytes();
       archive.numbers(all, size);
       archive.require(offset_t(all.size()) == size, "with a part of a basis");
+      require_sets(all, of, archive);
     };
     vectors(basis->k, format.k, k_dim), vectors(basis->v, format.v, v_dim);
     bits(basis->k_set, format.k), bits(basis->v_set, format.v);

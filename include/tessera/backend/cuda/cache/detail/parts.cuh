@@ -119,13 +119,14 @@ struct cache_parts {
     return stepped.data() + (offset_t(owner.layer) * options.sequences + owner.id) * shape.kv_heads;
   }
 
-  /// Calls plan(), which plans changes of `part`: the store or the candidates. Errors: a step has begun, and the plan
-  /// moves rows of other sequences, which that step would not find. Then the plan is abandoned.
+  /// Calls plan(), which plans changes of `part`: the store or the candidates. Where it moves rows of other sequences,
+  /// `stream` waits for a save of these. Errors: a step has begun, which would not find moved rows. Then the plan is
+  /// abandoned.
   template <class Part, class Plan>
-  void plan_beside_step(Part& part, const Plan& plan) const {
+  void plan_beside_step(Part& part, const Plan& plan, cudaStream_t stream) const {
     plan();
     try {
-      if (part.moves()) order.require_none_under_way();
+      if (part.moves()) order.require_none_under_way(), hold_for_saves(stream);
     } catch (...) {
       part.abandon();
       throw;
@@ -138,14 +139,14 @@ struct cache_parts {
       const token_bound held = store.bound(owner);
       if (window == 0 || held.longest <= longest_slid(window)) continue;
       const kept_bound kept{{window, (std::min)(held.total, offset_t(window) * shape.kv_heads)}, {}};
-      plan_beside_step(store, [&] { store.plan_keep({owner}, {kept}, stream); });
+      plan_beside_step(store, [&] { store.plan_keep({owner}, {kept}, stream); }, stream);
       store.keep(owner, {newest.selection(store.lengths(owner), window, stream), kept}, stream);
     }
   }
   /// Makes room for `tokens` more in every head of these layers. Sliding layers drop tokens behind their window first.
   void make_room(const sequence_layers& owners, index_t tokens, cudaStream_t stream) {
     slide(owners, stream);
-    plan_beside_step(store, [&] { store.plan_room(owners, tokens, false, stream); });
+    plan_beside_step(store, [&] { store.plan_room(owners, tokens, false, stream); }, stream);
     store.commit_room(owners, stream);
     for (const sequence_layer owner : owners) order.disturbed(owner.id);
   }
@@ -161,6 +162,10 @@ struct cache_parts {
     if (roles.follows_recipe(owner.layer) && store.bound(owner).longest > 0) read_stage.refresh(owner, store, stream);
   }
 
+  /// Lets `stream` wait for a save that is under way on another one.
+  void hold_for_saves(cudaStream_t stream) const {
+    if (saving) (*saving).hold(stream);
+  }
   /// What saves and loads pass through; the first one makes it.
   transfer_buffer& save_buffer() {
     if (!saving) saving.make(shape.kv_heads);

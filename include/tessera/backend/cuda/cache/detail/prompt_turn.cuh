@@ -50,7 +50,7 @@ class prompt_turn {
     if (follows && !parts_.first.keeps_everything(owner, held, policies)) {
       const kept_bound kept = parts_.first.bound(owner, parts_.store, policies, reach.prompt_tokens());
       require_tokens_of_head(offset_t(kept.longest) + coming, parts_.options.tokens);
-      parts_.plan_beside_step(parts_.store, [&] { parts_.store.plan_keep({owner}, {kept}, stream); });
+      parts_.plan_beside_step(parts_.store, [&] { parts_.store.plan_keep({owner}, {kept}, stream); }, stream);
       const index_t* next = set_number(parts_.next.data() + owner.id, reach.end, stream);
       parts_.store.keep(owner, chosen(owner, policies, reach, next, 0, stream), stream);
     } else if (follows) {
@@ -109,10 +109,9 @@ class prompt_turn {
       if (!chooses_by_layer<Recipe> || !state.layers[std::size_t(owner.layer)].ended) waiting.push_back(owner);
     }
     const sequence_layers choosing = plan_choice(waiting, policies, due, all, stream);
-    parts_.plan_beside_step(parts_.store, [&] {
-      parts_.store.plan_packing(parts_.all_layers({id}), all.prompt_tokens(),
-                                stream);  // the last call that can throw
-    });
+    parts_.plan_beside_step(
+        parts_.store,  // the last call that can throw
+        [&] { parts_.store.plan_packing(parts_.all_layers({id}), all.prompt_tokens(), stream); }, stream);
     const index_t* next = set_number(parts_.next.data() + id, all.end, stream);
     kept_slots kept;  // of the previous layer; a layer that reuses this choice comes next
     for (const sequence_layer owner : choosing) {
@@ -157,10 +156,10 @@ class prompt_turn {
       parts_.read_stage.reader().require_fits(kept.back().longest);
     }
     if (filters)
-      parts_.plan_beside_step(parts_.read_stage.candidates(),
-                              [&] { parts_.read_stage.candidates().plan_pass(owners, kept); });
+      parts_.plan_beside_step(
+          parts_.read_stage.candidates(), [&] { parts_.read_stage.candidates().plan_pass(owners, kept); }, stream);
     else
-      parts_.plan_beside_step(parts_.store, [&] { parts_.store.plan_keep(owners, kept, stream); });
+      parts_.plan_beside_step(parts_.store, [&] { parts_.store.plan_keep(owners, kept, stream); }, stream);
     return owners;
   }
   /// A layer keeps the chosen slots, or lets them through. The next token will be at *next. `kept`: the previous

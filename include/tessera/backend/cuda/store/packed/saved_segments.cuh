@@ -133,7 +133,8 @@ inline void upload_bases(segment_record& to, const host_bases& given, index_t kv
           "cudaMemcpyAsync");
   };
   if (!given.k.empty()) {
-    const auto bases = std::make_shared<device_buffer<float>>(given.k.size() + given.v.size());
+    const auto bases =
+        std::make_shared<device_buffer<float>>(device_buffer<float>::not_cleared(given.k.size() + given.v.size()));
     copy(bases->data(), given.k), copy(bases->data() + given.k.size(), given.v);
     to.k_basis = bases->data(), to.v_basis = bases->data() + given.k.size();
     to.bases = bases;
@@ -147,7 +148,8 @@ inline void upload_bases(segment_record& to, const host_bases& given, index_t kv
   };
   const auto k = words_of(given.k_set, to.k), v = words_of(given.v_set, to.v);
   if (k.empty() && v.empty()) return;
-  const auto sets = std::make_shared<device_buffer<std::uint32_t>>(k.size() + v.size());
+  const auto sets =
+      std::make_shared<device_buffer<std::uint32_t>>(device_buffer<std::uint32_t>::not_cleared(k.size() + v.size()));
   copy(sets->data(), k), copy(sets->data() + k.size(), v);
   to.k_set = sets->data(), to.v_set = sets->data() + k.size();
   to.sets = sets;
@@ -190,6 +192,7 @@ void transfer_segments(segment_store& store, sequence_layer owner, index_t packe
       const auto set_bytes = [&](const packed_format& of) { return of.own_bits ? 0 : kv_heads * of.set_bytes(); };
       numbers(bases.k, kv_heads * formats.k_basis()), numbers(bases.v, kv_heads * formats.v_basis());
       numbers(bases.k_set, set_bytes(record.k)), numbers(bases.v_set, set_bytes(record.v));
+      require_sets(bases.k_set, record.k, archive), require_sets(bases.v_set, record.v, archive);
       if constexpr (Archive::loads) upload_bases(record, bases, kv_heads, stream);
     }
     host_vector<index_t> lengths(std::size_t(kv_heads), record.rows);

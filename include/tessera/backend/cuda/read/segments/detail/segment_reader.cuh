@@ -99,7 +99,7 @@ class segment_reader : public slot_reader {
                      std::size_t(heads_) * k_dim, stream);
     }
   }
-  /// Saves the state of the answer in a layer, or loads it behind `refresh`. Waits for the stream.
+  /// Saves the state of the answer in a layer, or loads it; `refresh` does not touch it. Waits for the stream.
   template <class Archive>
   void transfer(sequence_layer owner, Archive& archive, cudaStream_t stream) const {
     index_t form = 1;
