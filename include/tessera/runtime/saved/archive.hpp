@@ -105,8 +105,9 @@ class saved_writer {
 
  private:
   void collect(const void* data, std::size_t bytes) {
-    const auto* const first = static_cast<const unsigned char*>(data);
-    collected_.insert(collected_.end(), first, first + bytes);
+    if (bytes == 0) return;
+    collected_.resize(collected_.size() + bytes);
+    std::memcpy(collected_.data() + (collected_.size() - bytes), data, bytes);
     if (collected_.size() >= detail::collected_bytes) flush();
   }
   void flush() {
