@@ -197,28 +197,34 @@ std::string limits_text(const std::vector<variant>& variants, const std::vector<
 }
 
 std::string prefix_text(const prefix_use& use) {
-  const auto mean = [](const read_parts& parts, const char* what) {
+  const auto mean = [](const char* what, const read_parts& parts) {
     char text[160];
-    std::snprintf(text, sizeof text, "%s of %.0f tokens: %.3g s", what, parts.mean_tokens(), parts.mean_seconds());
+    std::snprintf(text, sizeof text, "%s took %.3g s.", what, parts.mean_seconds());
+    return std::string(text);
+  };
+  const auto tokens = [](const read_parts& parts) {
+    char text[40];
+    std::snprintf(text, sizeof text, "%.0f tokens", parts.mean_tokens());
     return std::string(text);
   };
   const auto names = [](const std::set<std::string>& all) { return joined({all.begin(), all.end()}); };
   std::string text;
   if (use.beginnings.count > 0) {
     const std::int64_t all = use.beginnings.tokens + use.forks.tokens + use.rest.tokens + use.rest_of_fork.tokens;
-    text +=
-        "Prefix cache: " + std::to_string(use.forks.tokens) + " of " + std::to_string(all) +
-        " prompt tokens were not read again. " + mean(use.beginnings, "Shared beginnings") + ". " +
-        mean(use.rest, "What followed") + "." +
-        (use.forks.count > 0 ? mean(use.rest_of_fork, " Behind a fork") + "." + mean(use.forks, " A fork") + "." : "") +
-        "\n";
+    text += "Prefix cache: " + std::to_string(use.forks.tokens) + " of " + std::to_string(all) +
+            " prompt tokens were not read again. On average, to read a shared beginning of " +
+            mean(tokens(use.beginnings).c_str(), use.beginnings) + " The " +
+            mean((tokens(use.rest) + " behind it").c_str(), use.rest);
+    if (use.forks.count > 0)
+      text += mean(" A fork", use.forks) + " The " +
+              mean((tokens(use.rest_of_fork) + " behind a fork").c_str(), use.rest_of_fork);
+    text += "\n";
     if (use.beginning_bytes > 0)
       text += "Memory: " + bytes_text(double(use.beginning_bytes)) + " of a shared beginning; " +
               bytes_text(double(use.most_bytes)) + " at most with the question behind it, before it is compressed.\n";
   }
   if (!use.by_length.empty())
-    text +=
-        "Read anew for every question: " + names(use.by_length) + " (compressed while it comes in, by its length).\n";
+    text += "Read anew for every question: " + names(use.by_length) + " (prompts are compressed while they come in).\n";
   if (!use.by_answer.empty())
     text += "Read anew where the longest answers differ: " + names(use.by_answer) + " (max_new is part of the plan).\n";
   if (!use.unlike.empty())
