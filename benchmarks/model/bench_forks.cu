@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "cache_rows.cuh"
 #include "tessera/backend/cuda/cache.cuh"
 #include "tessera/layout/dense_rows.hpp"
 #include "tessera/layout/fixed_pages.hpp"
@@ -33,35 +34,12 @@ namespace {
 
 using namespace tessera;
 
-constexpr index_t q_heads = 32, kv_heads = 8, dim = 128, chunk_tokens = 2048;
-
-/// Rows that every call reads, and its outputs.
-struct rows {
-  cuda::device_buffer<bf16> q, k, out;
-  rows()
-      : q(std::size_t(chunk_tokens) * q_heads * dim),
-        k(std::size_t(chunk_tokens) * kv_heads * dim),
-        out(std::size_t(chunk_tokens) * q_heads * dim) {
-    for (auto* buffer : {&q, &k}) {
-      std::vector<bf16> host(buffer->size());
-      std::uint32_t state = 12345;
-      for (bf16& x : host) {
-        state = state * 1664525u + 1013904223u;
-        x = bf16(float(int(state >> 16) - 32768) / 16384);
-      }
-      cuda::check(cudaMemcpy(buffer->data(), host.data(), host.size() * sizeof(bf16), cudaMemcpyHostToDevice),
-                  "cudaMemcpy");
-    }
-  }
-};
+using cache_bench::chunk_tokens, cache_bench::dim, cache_bench::kv_heads, cache_bench::q_heads;
+using cache_bench::median, cache_bench::rows;
 
 using clock = std::chrono::steady_clock;
 double elapsed_us(clock::time_point begun) {
   return std::chrono::duration<double, std::micro>(clock::now() - begun).count();
-}
-double median(std::vector<double> all) {
-  std::sort(all.begin(), all.end());
-  return all[all.size() / 2];
 }
 void wait() { cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); }
 

@@ -20,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "cache_rows.cuh"
 #include "tessera/backend/cuda/cache.cuh"
 #include "tessera/layout/dense_rows.hpp"
 #include "tessera/layout/fixed_pages.hpp"
@@ -30,15 +31,13 @@ namespace {
 
 using namespace tessera;
 
-constexpr index_t q_heads = 32, kv_heads = 8, dim = 128, chunk_tokens = 2048, other_tokens = 1024;
+using cache_bench::chunk_tokens, cache_bench::dim, cache_bench::kv_heads, cache_bench::q_heads;
+using cache_bench::median, cache_bench::rows;
+constexpr index_t other_tokens = 1024;
 
 using clock = std::chrono::steady_clock;
 double elapsed_ms(clock::time_point begun) {
   return std::chrono::duration<double, std::milli>(clock::now() - begun).count();
-}
-double median(std::vector<double> all) {
-  std::sort(all.begin(), all.end());
-  return all[all.size() / 2];
 }
 template <class Call>
 double timed(int rounds, const Call& call) {
@@ -85,28 +84,9 @@ class file {
   int handle_;
 };
 
-/// Rows that every call reads, and its outputs.
-struct rows {
-  cuda::device_buffer<bf16> q, k, out;
-  rows()
-      : q(std::size_t(chunk_tokens) * q_heads * dim),
-        k(std::size_t(chunk_tokens) * kv_heads * dim),
-        out(std::size_t(chunk_tokens) * q_heads * dim) {
-    for (auto* buffer : {&q, &k}) {
-      std::vector<bf16> host(buffer->size());
-      std::uint32_t state = 12345;
-      for (bf16& x : host) {
-        state = state * 1664525u + 1013904223u;
-        x = bf16(float(int(state >> 16) - 32768) / 16384);
-      }
-      cuda::check(cudaMemcpy(buffer->data(), host.data(), host.size() * sizeof(bf16), cudaMemcpyHostToDevice),
-                  "cudaMemcpy");
-    }
-  }
-  static rows_view<const bf16> part(const cuda::device_buffer<bf16>& all, index_t heads, index_t tokens) {
-    return nhd_rows<const bf16>(all.data(), tokens, heads, dim, 1);
-  }
-};
+rows_view<const bf16> part(const cuda::device_buffer<bf16>& all, index_t heads, index_t tokens) {
+  return nhd_rows<const bf16>(all.data(), tokens, heads, dim, 1);
+}
 
 template <class Method>
 void measure(const char* name, Method method, index_t context, index_t layers, int rounds, const std::string& path) {
@@ -125,8 +105,8 @@ void measure(const char* name, Method method, index_t context, index_t layers, i
     for (index_t done = 0; done < tokens; done += chunk_tokens) {
       const index_t count = std::min(chunk_tokens, tokens - done);
       for (index_t layer = 0; layer < layers; ++layer)
-        kv.prefill(layer, id, rows::part(given.q, q_heads, std::min(count, method.queries_needed(count))),
-                   rows::part(given.k, kv_heads, count), rows::part(given.k, kv_heads, count), steps);
+        kv.prefill(layer, id, part(given.q, q_heads, std::min(count, method.queries_needed(count))),
+                   part(given.k, kv_heads, count), part(given.k, kv_heads, count), steps);
     }
     kv.end_prefill(id, steps);
     wait(steps);
@@ -137,8 +117,8 @@ void measure(const char* name, Method method, index_t context, index_t layers, i
     const batch now = kv.prepare_step({other}, 1, steps);
     kv.begin_step(now, steps);
     for (index_t layer = 0; layer < layers; ++layer)
-      kv.decode(layer, now, rows::part(given.q, q_heads, 1), rows::part(given.k, kv_heads, 1),
-                rows::part(given.k, kv_heads, 1), nhd_rows(given.out.data(), 1, q_heads, dim), {}, steps);
+      kv.decode(layer, now, part(given.q, q_heads, 1), part(given.k, kv_heads, 1), part(given.k, kv_heads, 1),
+                nhd_rows(given.out.data(), 1, q_heads, dim), {}, steps);
     wait(steps);
   };
 

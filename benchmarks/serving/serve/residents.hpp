@@ -93,12 +93,12 @@ class residents {
 
   // --- memory for those who run --------------------------------------------------------------------------------------
 
-  /// Makes some room; false: there is nobody to make it. `except` stays.
-  bool relieve(const sequence* except) {
-    if (cache_.can_save() && evict_parked(except)) return true;
-    if (prefixes_.evict() || evict_parked(except)) return true;
+  /// Makes some room; false: there is nobody to make it. `kept` stays.
+  bool relieve(const sequence* kept) {
+    if (cache_.can_save() && evict_parked(kept)) return true;
+    if (prefixes_.evict() || evict_parked(kept)) return true;
     for (auto newest = running.rbegin(); running.size() > 1 && newest != running.rend(); ++newest) {
-      if (*newest == except) continue;
+      if (*newest == kept) continue;
       preempt(**newest);
       return true;
     }
@@ -181,11 +181,11 @@ class residents {
   }
 
   /// Of the sequences between two turns the one that will be served last leaves.
-  bool evict_parked(const sequence* except) {
+  bool evict_parked(const sequence* kept) {
     sequence* last = nullptr;
     const auto order = [](const sequence& entry) { return std::pair(entry.state == stage::coming, entry.due); };
     for (sequence& entry : all) {
-      if (!entry.is_parked() || &entry == except) continue;
+      if (!entry.is_parked() || &entry == kept) continue;
       if (!last || order(entry) > order(*last)) last = &entry;
     }
     if (last) evict(*last);

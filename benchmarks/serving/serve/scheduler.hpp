@@ -156,9 +156,9 @@ class scheduler {
     return made;
   }
   /// Somebody makes room; false: nobody can.
-  bool relieve(const sequence* except) {
+  bool relieve(const sequence* kept) {
     const int before = residents_.preemptions();
-    if (!residents_.relieve(except)) return false;
+    if (!residents_.relieve(kept)) return false;
     is_blocked_ = false;
     holds_back_ = holds_back_ || residents_.preemptions() > before;
     return true;

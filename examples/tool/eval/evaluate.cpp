@@ -91,7 +91,7 @@ std::unique_ptr<method_cache> evaluation::empty_cache(const variant& variant, co
 
 void evaluation::run(const std::string& family, const std::vector<planned_turn>& turns) {
   const std::vector<cell> before = cells_;
-  if (left_ > 0 && group_.count > 1 && group_.shared == 0) use_.unlike.insert(family);
+  if (left_ > 0 && group_.count > 1 && group_.shared == 0) use_.dissimilar.insert(family);
   try {
     ask_all(family, turns);
   } catch (...) {
@@ -136,8 +136,8 @@ void evaluation::begin_group(const question_group& group) {
   make_passes();
   if (group.count == 1) return;
   for (std::size_t i = 0; i < variants_.size(); ++i) {
-    if (cache_of_variant_[i] == own_prefill) use_.by_length.insert(variants_[i].method->name);
-    if (plans_by_answer(variants_[i]) && !group.same_limit) use_.by_answer.insert(variants_[i].method->name);
+    if (cache_of_variant_[i] == own_prefill) use_.need_length.insert(variants_[i].method->name);
+    if (plans_by_answer(variants_[i]) && !group.same_limit) use_.need_answer_limit.insert(variants_[i].method->name);
   }
 }
 

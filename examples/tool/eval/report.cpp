@@ -223,12 +223,14 @@ std::string prefix_text(const prefix_use& use) {
       text += "Memory: " + bytes_text(double(use.beginning_bytes)) + " of a shared beginning; " +
               bytes_text(double(use.most_bytes)) + " at most with the question behind it, before it is compressed.\n";
   }
-  if (!use.by_length.empty())
-    text += "Read anew for every question: " + names(use.by_length) + " (prompts are compressed while they come in).\n";
-  if (!use.by_answer.empty())
-    text += "Read anew where the longest answers differ: " + names(use.by_answer) + " (max_new is part of the plan).\n";
-  if (!use.unlike.empty())
-    text += "Read anew because prompts begin alike for less than a third: " + names(use.unlike) + ".\n";
+  if (!use.need_length.empty())
+    text +=
+        "Read anew for every question: " + names(use.need_length) + " (prompts are compressed while they come in).\n";
+  if (!use.need_answer_limit.empty())
+    text += "Read anew where the longest answers differ: " + names(use.need_answer_limit) +
+            " (max_new is part of the plan).\n";
+  if (!use.dissimilar.empty())
+    text += "Read anew because prompts begin alike for less than a third: " + names(use.dissimilar) + ".\n";
   return text;
 }
 

@@ -31,7 +31,7 @@ struct prefix_use {
   offset_t most_bytes = 0;       ///< of stored beginnings and the question under way, before it is compressed
   /// Who reads every prompt anew: methods that need its length before its first token; those that plan by the longest answer, where
   /// questions differ in it; and families whose prompts begin alike for too few tokens.
-  std::set<std::string> by_length, by_answer, unlike;
+  std::set<std::string> need_length, need_answer_limit, dissimilar;
 };
 
 }  // namespace tool

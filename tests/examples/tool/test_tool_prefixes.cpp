@@ -39,8 +39,8 @@ TEST_CASE("every method answers questions about a document that was read once as
   for (const auto& method : tool::methods()) {
     if (method.fuses_chunks) fused.insert(method.name);
   }
-  CHECK(once.use_of_prefixes().by_length == fused);
-  CHECK(once.use_of_prefixes().by_answer.empty());
+  CHECK(once.use_of_prefixes().need_length == fused);
+  CHECK(once.use_of_prefixes().need_answer_limit.empty());
   const std::string said = tool::prefix_text(once.use_of_prefixes());
   CHECK_THAT(said, contains("were not read again"));
   for (const std::string& name : fused) CHECK_THAT(said, contains(name) && contains("Read anew for every question: "));
@@ -78,7 +78,7 @@ TEST_CASE("a method that plans by the longest answer reads every prompt anew whe
   check_same(variants, once.cells(), each.cells());
   for (const cell& one : once.cells())
     CHECK(one.reused_tokens == (one.turn == 1 && one.variant == 0 ? 2 * std::int64_t(groups[0].shared) : 0));
-  CHECK(once.use_of_prefixes().by_answer.size() + 1 == variants.size());
+  CHECK(once.use_of_prefixes().need_answer_limit.size() + 1 == variants.size());
 }
 
 TEST_CASE("neighbours make a group as far as their prompts are the same") {

@@ -119,6 +119,17 @@ TEST_CASE("a saved sequence in page-locked memory has the bytes of a sink, and l
   saves_both_ways(ragged);
 }
 
+TEST_CASE("a sequence without tokens is saved and loaded", "[gpu]") {
+  saving_cache<snapkv<bf16, saved_dim>> held(snapkv<bf16, saved_dim>{});
+  const index_t id = held.kv().open();
+  cuda::saved_sequence saved;
+  held.kv().save(id, saved);
+  const auto bytes = support::saved(held.kv(), id);
+  CHECK(support::bytes_of(saved) == bytes);
+  CHECK(held.kv().next_position(held.kv().load(saved)) == 0);
+  CHECK(held.kv().next_position(support::loaded(held.kv(), bytes)) == 0);
+}
+
 TEST_CASE("packed rows are saved with their bases, and load as they do", "[gpu]") {
   mosaickv<bf16, saved_dim> method;
   method.layout.rows.segment = 256;

@@ -33,12 +33,14 @@ class pinned_pieces {
   void reserve(std::size_t bytes) {
     if (chunks_.empty()) chunks_.push_back(pinned_buffer<std::byte>(bytes));
   }
-  /// The next piece, which begins at a multiple of `part_alignment`. Errors: no memory.
+  /// The next piece, which begins at a multiple of `part_alignment` and is never null, 0 bytes long too. Errors: no
+  /// memory.
   std::byte* append(std::size_t bytes) {
     const auto begin = [&] { return std::size_t(padded_bytes(offset_t(used_))); };
     if (chunk_ < chunks_.size() && begin() + bytes > chunks_[chunk_].size()) ++chunk_, used_ = 0;
     if (chunk_ == chunks_.size()) chunks_.emplace_back();
-    if (begin() + bytes > chunks_[chunk_].size()) {  // it holds no piece yet: a larger one takes its place
+    const std::size_t size = chunks_[chunk_].size();
+    if (size == 0 || begin() + bytes > size) {  // it holds no piece yet: a larger one takes its place
       chunks_[chunk_] = {};
       chunks_[chunk_] = pinned_buffer<std::byte>((std::max)(bytes + bytes / 8, least_chunk));
     }

@@ -87,12 +87,12 @@ class transfer_buffer {
     check(cudaMemsetAsync(sum_.data(), 0, sizeof(detail::device_sum), stream), "cudaMemsetAsync");
     for (offset_t begin = 0; begin < offset_t(bytes); begin += slice_bytes) {
       const offset_t end = (std::min)(offset_t(bytes), begin + slice_bytes);
-      slice_memory& through = slices_[turn_++ % slices_.size()];
-      std::byte* const slice = through.data.data();
-      const auto enqueue = [](cudaStream_t own, const stream_mark& before, stream_mark& after, const auto& work) {
-        before.hold(own);
+      slice_memory& lane = slices_[turn_++ % slices_.size()];
+      std::byte* const slice = lane.data.data();
+      const auto enqueue = [](cudaStream_t own, const stream_mark& awaited, stream_mark& reached, const auto& work) {
+        awaited.hold(own);
         work();
-        after.set(own);
+        reached.set(own);
       };
       const auto copy = [&] {
         check(cudaMemcpyAsync(Loads ? slice : image + begin, Loads ? image + begin : slice, std::size_t(end - begin),
@@ -101,11 +101,11 @@ class transfer_buffer {
       };
       const auto launched = [&] { launch(detail::saved_slice{slice, begin, end, sum_.data()}); };
       if constexpr (Loads) {
-        enqueue(copies_, through.used, through.filled, copy);
-        enqueue(stream, through.filled, through.used, launched);
+        enqueue(copies_, lane.used, lane.filled, copy);
+        enqueue(stream, lane.filled, lane.used, launched);
       } else {
-        enqueue(stream, through.used, through.filled, launched);
-        enqueue(copies_, through.filled, through.used, copy);
+        enqueue(stream, lane.used, lane.filled, launched);
+        enqueue(copies_, lane.filled, lane.used, copy);
       }
     }
     return sum_.data();
