@@ -45,8 +45,8 @@ foreach(program test_methods test_cache)
     target_compile_options(${program} PRIVATE "$<$<CONFIG:Release>:-O2>")
   endif()
 endforeach()
-# Little to run, and much to compile: bytes of every method in every layout, a cache that fails. Not optimised, it takes a third of the time.
-foreach(program test_cache_allocated test_support_calls)
+# Little to run, and much to compile: every method in every layout, its bytes, a cache that fails. Not optimised, it takes a third of the time.
+foreach(program test_cache_allocated test_methods_layouts test_support_calls)
   if(TARGET ${program})
     target_compile_options(${program} PRIVATE "$<$<CONFIG:Release>:-O0>")
   endif()
