@@ -41,12 +41,20 @@ struct layer_shape {
   index_t kv_heads, q_heads, tokens, steps, dim;
 };
 
+/// An element type that both backends have.
+engine::dtype random_type(rng& random) {
+  static const bool has_bf16 = tool_tests::has_element(tool::element_type::bf16);
+  static const bool has_fp16 = tool_tests::has_element(tool::element_type::fp16);
+  const bool is_bf16 = random.chance(0.5);
+  return (is_bf16 ? has_bf16 : !has_fp16) ? engine::dtype::bf16 : engine::dtype::f16;
+}
+
 /// `step_segments`: with the boundaries of the steps' tokens.
 layer_shape write_random_layer(rng& random, const std::filesystem::path& path, bool step_segments) {
   const index_t kv_heads = random.between(1, 3);
   const layer_shape shape{kv_heads, kv_heads * random.pick({1, 2, 3, 4, 8}), random.between(1, 300),
                           random.between(0, 4), random.pick({tool_tests::small_dim, tool_tests::large_dim})};
-  const auto type = random.chance(0.5) ? engine::dtype::bf16 : engine::dtype::f16;
+  const auto type = random_type(random);
   engine::safetensors_writer writer;
   const auto add = [&](const char* name, index_t first, index_t second, float deviation) {
     const auto values = support::normals(random, std::size_t(first) * std::size_t(second * shape.dim), deviation);
@@ -153,7 +161,10 @@ void compress_on_both(const tool::method_info& method) {
     options.where = backend::cuda;
     const outcome got = run(options, folder / "in", folder / "out", shape);
     REQUIRE(got.refusal == expected.refusal);
-    refused += !expected.refusal.empty();
+    if (!expected.refusal.empty()) {
+      ++refused;
+      continue;
+    }
     // Sums in another order may turn a near tie: then the lists differ by what was chosen in its place.
     if (got.kept != expected.kept || got.attended != expected.attended) {
       ++differ;
