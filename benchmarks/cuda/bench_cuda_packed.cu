@@ -3,6 +3,7 @@
 #include "tessera/backend/cuda/read/means/decode_blocks.cuh"
 #include "tessera/backend/cuda/store/packed/detail/encode_rows.cuh"
 #include "tessera/backend/cuda/store/packed/detail/find_bases.cuh"
+#include "tessera/backend/cuda/store/packed/segment_memory.cuh"
 
 namespace gpu_bench::of_packed {
 namespace {

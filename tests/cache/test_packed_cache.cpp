@@ -129,9 +129,17 @@ TEST_CASE("a prompt of several segments, and conversations shorter than a tail")
   recipe.layout.rows.segment = 64;
   conversation<mosaic> several{recipe};
   several.prompt(240);
-  CHECK(several.parts() == list{64, 64, 64, 32, 16});
+  CHECK(several.parts() == list{64, 64, 96, 16});  // a remainder of 32 belongs to the segment before it
   const auto view = several.held.view(0, several.id);
   CHECK((*view.segments)[0]->basis != (*view.segments)[1]->basis);
+
+  recipe.layout.rows.segment = 1024;
+  conversation<mosaic> longer{recipe};
+  longer.prompt(2048 + 4 * 64 - 32);
+  CHECK(longer.parts() == list{1024, 1024 + 4 * 64 - 32, 0});
+  conversation<mosaic> longest{recipe};
+  longest.prompt(2048 + 4 * 64);
+  CHECK(longest.parts() == list{1024, 1024, 4 * 64, 0});
 
   conversation<mosaic> small{mosaic{}};
   small.prompt(31);
@@ -214,7 +222,7 @@ TEST_CASE("a fork shares finished segments, and what joins the last one makes it
   recipe.layout.rows.segment = 96;
   recipe.set_budget(64);
   conversation<mosaickv<float, 64>> one(recipe);
-  one.prompt(96 * 2 + 64 + 3);
+  one.prompt(96 * 3 + 3);
   const auto segments = [&](index_t id) { return *one.held.view(0, id).segments; };
   const auto before = segments(one.id);
   const index_t origin = one.id, fork = one.held.fork(origin);
@@ -226,9 +234,9 @@ TEST_CASE("a fork shares finished segments, and what joins the last one makes it
   const auto after = segments(fork);
   REQUIRE(after.size() == 3);
   CHECK((after[0] == before[0] && after[1] == before[1] && after[2] != before[2]));
-  CHECK((after[2]->lengths[0] == 96 && before[2]->lengths[0] == 64));
+  CHECK((after[2]->lengths[0] == 128 && before[2]->lengths[0] == 96));
   one.held.close(origin);
-  CHECK(one.held.next_position(fork) == 96 * 2 + 64 + 3 + 40);
+  CHECK(one.held.next_position(fork) == 96 * 3 + 3 + 40);
 }
 
 TEST_CASE("packed rows are as much smaller as the paper has it, everything counted") {

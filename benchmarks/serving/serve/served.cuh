@@ -94,13 +94,14 @@ struct served_setup {
   tessera::sequence_options budgets{};
   tessera::cuda::cache_options sizes{};  ///< its prompts and budgets; not sequences, tokens and rows
   double pooled = 1;                     ///< share of its tokens that a sequence has in the pool behind its prompt
+  double later_bytes = 0;                ///< of a sequence, beside its pages, that the cache makes when prompts end
 };
 
 /// Counts of tokens.
 struct extents {
   index_t longest = 0, shortest = tessera::max_tokens;  ///< of a conversation, and of a first prompt
-  double mean_own = 0;   ///< of a conversation without its document, where that is shared
-  double documents = 0;  ///< of all documents
+  double mean = 0, mean_own = 0;  ///< of a conversation; and without its document, where that is shared
+  double documents = 0;           ///< of all documents
   index_t document_count = 0;
 
   extents(const std::vector<conversation>& conversations, bool shares) {
@@ -108,6 +109,7 @@ struct extents {
     for (const conversation& entry : conversations) {
       longest = std::max(longest, index_t(entry.tokens()));
       shortest = std::min(shortest, index_t(entry.first_prompt()));
+      mean += double(entry.tokens()) / double(conversations.size());
       mean_own += double(entry.tokens() - (shares ? entry.shared : 0)) / double(conversations.size());
       if (!shares || entry.document < 0 || !seen.insert(entry.document).second) continue;
       documents += double(entry.shared);
@@ -156,14 +158,18 @@ tessera::cuda::cache_options fitted_sizes(const served_setup<Method>& setup, con
     return used_bytes() - initial_bytes;
   };
   taken(2);
-  const double two = taken(2), by_sequence = (taken(6) - two) / 4, fixed = two - 2 * by_sequence;
+  const double two = taken(2), made_by_sequence = (taken(6) - two) / 4, fixed = two - 2 * made_by_sequence;
+  const double by_sequence = made_by_sequence + setup.later_bytes;
   // As many sequences as their pages leave memory for, where most are shorter than the mean at a time: the pages shall run
-  // short first. One more than the scheduler opens: a full cache says that no memory is available.
+  // short first. One more than the scheduler opens: a full cache says that no memory is available. Where the documents
+  // leave little room, they are not stored, and sequences have them alone.
   const index_t stored = counts.document_count;
   const double left = given.memory - fixed - (stored + 1) * by_sequence;
-  const double entry = by_sequence + 0.8 * setup.pooled * counts.mean_own * token_bytes;
-  const double likely =
-      std::ceil((left - (counts.documents + (1 - setup.pooled) * 1.5 * counts.longest) * token_bytes) / entry);
+  const auto fitting_beside = [&](double documents, double mean) {
+    const double entry = by_sequence + 0.8 * setup.pooled * mean * token_bytes;
+    return std::ceil((left - (documents + (1 - setup.pooled) * 1.5 * counts.longest) * token_bytes) / entry);
+  };
+  const double likely = std::max(fitting_beside(counts.documents, counts.mean_own), fitting_beside(0, counts.mean));
   const double upper_bound = (left - 1.1 * counts.longest * token_bytes) / std::max(1.0, by_sequence);
   const double fitting = std::min({std::max(1.0, likely), upper_bound, double(given.options.sequences)});
   made.sequences = std::min(given.options.sequences, std::max(index_t(fitting), index_t(1)) + stored);

@@ -18,8 +18,10 @@ TESSERA_NAMESPACE_BEGIN
 /// tokens, and a prompt until it ends, are rows of another format, `Whole`, in the basis in which the engine hands them
 /// over.
 ///
-/// The first prompt, and every later one of at least 4,096 tokens, becomes segments of `segment` tokens when it ends.
-/// Shorter prompts and decoded tokens join the last segment, in its basis and format, when `Tail` says so.
+/// The first prompt, and every later one of at least 4,096 tokens, becomes segments of `segment` tokens when it ends. A
+/// remainder of fewer than four times as many tokens as a vector has elements, and than `segment`, is too short to find
+/// a basis by: it belongs to the segment before it. Shorter prompts and decoded tokens join the last segment, in its
+/// basis and format, when `Tail` says so.
 /// Bytes    see packed_format, and a basis for each segment.
 /// Errors   channels that leave no element, that are no multiple of the group or that exceed what truncation leaves;
 ///          blocks that do not divide the tail: tessera::error.
@@ -54,6 +56,11 @@ struct packed_rows {
 
   packed_format key_format() const { return format(key, k_dim); }
   packed_format value_format() const { return format(value, v_dim); }
+
+  /// How many of `left` rows of a prompt, which become segments of their own, the next one gets.
+  index_t segment_rows(index_t left) const { return left - segment < shortest_remainder() ? left : segment; }
+  /// Rows of the longest of these segments.
+  offset_t longest_segment() const { return offset_t(segment) + shortest_remainder(); }
 
   /// How many of a prompt's last queries the channel selectors see.
   static constexpr index_t window() { return (std::max)(window_of<KeyChannels>(), window_of<ValueChannels>()); }
@@ -98,6 +105,8 @@ struct packed_rows {
 
  private:
   static constexpr value_range<index_t> segments{1, max_tokens};
+  /// Rows of the shortest segment behind others.
+  index_t shortest_remainder() const { return Basis::rotates ? (std::min)(4 * (std::max)(k_dim, v_dim), segment) : 0; }
 
   template <class Channels>
   static constexpr index_t window_of() {

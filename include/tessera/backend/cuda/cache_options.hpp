@@ -14,7 +14,8 @@ namespace cuda {
 struct cache_options {
   index_t sequences = 1;     ///< upper bound of the sequences that are open at a time
   index_t tokens = 0;        ///< upper bound of the tokens that one kv_head of a sequence stores
-  offset_t rows = 0;         ///< rows of the pool, one per token, kv_head and layer; 0: enough for everything
+  offset_t rows = 0;         ///< rows of the pool, one per token, kv_head and layer; 0: enough for everything. Packed
+                             ///< rows in pages lie in the pool too: three of them, say, in the memory of one
   index_t step_tokens = 1;   ///< upper bound of the tokens of a decode step, 1 to 8
   index_t draft_tokens = 0;  ///< upper bound of the tokens of a draft, 0 to 64; 0: no drafts
   index_t index_tokens =

@@ -12,6 +12,7 @@ template <class T, int D, int Dv = D>
 struct packed_step {
   packed_batch<T, D, Dv> batch;
   index_t tokens, group;
+  cuda::device_info device = cuda::device_info::current();
   logit_rule rule;
   std::vector<T> q;
   buffer<T> d_q;
@@ -52,7 +53,6 @@ struct packed_step {
     const index_t heads = batch.heads(), q_heads = heads * group, sequences = batch.sequences();
     const std::size_t out_rows = std::size_t(sequences * tokens * q_heads);
     const auto [k, v, block, alike] = limits();
-    const auto device = cuda::device_info::current();
     const cuda::rotate_queries<view_type> rotate(sequences, heads, q_heads, tokens, batch.view().max_segments);
     const cuda::attend_packed<view_type, Out, Tile> attend(sequences, heads, q_heads, tokens, batch.view().max_segments,
                                                            k, v, device);
@@ -212,7 +212,7 @@ struct packed_step {
     known.alike = block > 0;
     const cuda::decode_blocks<view_type, float> decode(block_mean{}, whole_blocks{block > 0 ? block : 8}, budget,
                                                        sequences, heads, q_heads, tokens, capacity, most, known,
-                                                       cuda::device_info::current());
+                                                       device);
     const std::size_t out_rows = std::size_t(sequences * tokens * q_heads);
     buffer<unsigned char> work(decode.workspace_bytes());
     buffer<float> out(out_rows * Dv), lse(out_rows);

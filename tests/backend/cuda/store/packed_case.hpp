@@ -7,6 +7,7 @@
 #include "backend/cuda/device.hpp"
 #include "tessera/backend/cuda/store/packed/detail/encode_rows.cuh"
 #include "tessera/backend/cuda/store/packed/detail/find_bases.cuh"
+#include "tessera/backend/cuda/store/packed/segment_memory.cuh"
 
 namespace gpu_test {
 
@@ -102,7 +103,8 @@ class downloaded_vectors {
   }
   unpacked_row row(index_t head, index_t i) const {
     const packed_format& format = from_.format;
-    const std::size_t at = std::size_t(from_.row(head, i)), words = std::size_t(cuda::bit_words(format));
+    const std::size_t at = std::size_t(head) * std::size_t(from_.capacity) + std::size_t(i),
+                      words = std::size_t(cuda::bit_words(format));
     const auto* bits =
         reinterpret_cast<const std::uint8_t*>(bits_.data() + (format.own_bits ? at : std::size_t(head)) * words);
     unpacked_row made;

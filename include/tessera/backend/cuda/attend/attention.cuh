@@ -67,9 +67,9 @@ class attention {
 /// Attention over packed rows. A first prompt is attended like plain rows, and so are layers that never pack. A later
 /// turn's prompt attends to segments and whole rows with the decode step's kernel, a few tokens at a time. Steps that
 /// read everything use that kernel too.
-template <class Whole, class Out>
-class attention<packed_view<Whole>, packed_view<Whole>, Out> {
-  using view_type = packed_view<Whole>;
+template <class Whole, packed_rows_in Memory, class Out>
+class attention<packed_view<Whole, Memory>, packed_view<Whole, Memory>, Out> {
+  using view_type = packed_view<Whole, Memory>;
   using T = typename view_type::element_type;
   static constexpr index_t rows_at_once = 64;  // query rows of a prompt per kv_head and launch; bounds the scratch
 

@@ -24,7 +24,7 @@ struct quick_divisor {
     shift = 31 + log;
     factor = std::uint32_t(((std::uint64_t(1) << shift) + std::uint64_t(by) - 1) / std::uint64_t(by));
   }
-  __device__ index_t quotient(index_t x) const { return index_t((std::uint64_t(x) * factor) >> shift); }
+  TESSERA_HD index_t quotient(index_t x) const { return index_t((std::uint64_t(x) * factor) >> shift); }
 };
 
 /// The first i in [0, count) for which `holds(i)`, or `count`. If it holds for an index, it must hold for all later

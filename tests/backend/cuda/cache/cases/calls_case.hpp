@@ -11,7 +11,7 @@ namespace gpu_test {
 
 /// Rows come from `call_inputs`, which lie on the device too; what a call writes is brought back.
 template <class Method>
-class device_calls final : public support::called_cache {
+class device_calls : public support::called_cache {
   using T = typename Method::layout_type::element_type;
   struct memory {
     buffer<T> inputs;

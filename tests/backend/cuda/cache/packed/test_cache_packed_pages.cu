@@ -1,4 +1,4 @@
-// The CUDA cache of packed rows whose whole rows lie in pages.
+// The CUDA cache of packed rows in pages, and of those whose tail lies in ragged pages.
 #include "backend/cuda/cache/cases/calls_case.hpp"
 #include "backend/cuda/cache/cases/memory_case.hpp"
 #include "backend/cuda/cache/cases/steps_case.hpp"
@@ -15,19 +15,19 @@ using paged_mosaickv = mosaickv<bf16, 64, 64, stored<dense_rows<bf16, 64>, fixed
 using ragged_mosaickv = mosaickv<bf16, 64, 64, stored<dense_rows<bf16, 64>, ragged_pages>>;
 }  // namespace
 
-TEST_CASE("packed rows with a tail in pages hold the CPU's conversations on the device", "[gpu][cache][packed]") {
+TEST_CASE("packed rows in pages hold the CPU's conversations on the device", "[gpu][cache][packed]") {
   if (gpu_missing()) return;
   hold_conversations<paged_mosaickv>(20);
 }
-TEST_CASE("a recorded step of packed rows with a tail in pages follows its growing cache", "[gpu][cache][packed]") {
+TEST_CASE("a recorded step of packed rows in pages follows its growing cache", "[gpu][cache][packed]") {
   if (gpu_missing()) return;
   replay_steps<paged_mosaickv>();
 }
-TEST_CASE("random calls of packed rows with a tail in pages do what the contract says", "[gpu][cache][calls][packed]") {
+TEST_CASE("random calls of packed rows in pages do what the contract says", "[gpu][cache][calls][packed]") {
   if (gpu_missing()) return;
   call_at_random<paged_mosaickv>();
 }
-TEST_CASE("every allocation of packed rows with a tail in pages fails once, and the conversation goes on",
+TEST_CASE("every allocation of packed rows in pages fails once, and the conversation goes on",
           "[gpu][cache][long][packed]") {
   if (gpu_missing()) return;
   faulty_conversation<paged_mosaickv>::fails_everywhere_once();

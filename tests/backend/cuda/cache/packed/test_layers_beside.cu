@@ -116,11 +116,22 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
+/// Rows of a pool's pages that the packed rows of a layer take: none where they do not lie in pages.
+template <class Method>
+offset_t packed_room(const Method& method, index_t tokens) {
+  if constexpr (requires { Method::layout_type::placement_type::page; }) {
+    constexpr index_t page = Method::layout_type::placement_type::page;
+    const index_t segments = ceil_div(tokens, method.layout.rows.segment) + 1;
+    return offset_t(2) * page * (ceil_div(tokens, 3 * page) + 2 * segments);
+  }
+  return 0;
+}
+
 /// With room for all layers' whole rows, for two layers' and for one's.
 template <class Method>
 void answers_as_without(const Method& method, index_t tokens) {
   const auto prompt = rows_of(tokens), steps = rows_of(50);
-  const offset_t layer = offset_t(2) * (tokens + 200), others = 2 * shape.layers * 100;
+  const offset_t layer = offset_t(2) * (tokens + 200), others = shape.layers * (2 * 100 + packed_room(method, tokens));
   for (const bool between : {false, true}) {
     CAPTURE(tokens, between);
     conversation<Method> plain(prompt, steps, method, 0);

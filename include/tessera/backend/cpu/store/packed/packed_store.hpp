@@ -260,8 +260,8 @@ class kv_store<Layout> {
     for (const auto& list : due) made.counts.push_back(index_t(list.size()));
     if (made.in_own_basis) {
       const query_squares queries = stored.window_queries.means(heads_, Layout::k_dim);
-      const index_t share = prompt_ends ? layout_.rows.segment : longest;
-      for (index_t first = 0; first < longest; first += share) {
+      for (index_t first = 0, share = 0; first < longest; first += share) {
+        share = prompt_ends ? layout_.rows.segment_rows(longest - first) : longest;
         row_lists part;
         for (const auto& list : due) {
           const auto begin = list.begin() + (std::min<offset_t>)(first, offset_t(list.size()));

@@ -20,21 +20,30 @@ namespace detail {
 inline constexpr int merging_groups = 8, merging_threads = 1024, merging_warps = merging_threads / 32;
 inline constexpr int merged_columns = 32, merged_rows = 8, warps_of_group = merging_warps / merging_groups;
 
-/// A block's shared memory, in words: sums in segments' bases, one per group of warps; the warps' shares of the output;
-/// the rows' factors; columns of one segment's basis per group; weights of parts and the segment number of each; where
-/// each segment's parts begin and end.
-template <int Dv>
+/// Where a block that merges has its tables of parts, which grow with the segments that a sequence may have. In the
+/// workspace there is room for any number; bases are then read from memory too.
+enum class merge_tables { shared, workspace };
+
+/// A block's memory, in words. Shared: sums in segments' bases, one per group of warps; the warps' shares of the
+/// output; the rows' factors; columns of one segment's basis per group. Its tables: weights of parts and the segment
+/// number of each; where each segment's parts begin and end.
+template <int Dv, merge_tables Tables>
 struct merge_memory {
   static constexpr int sums = 0, shares = merging_groups * merged_rows * Dv;
   static constexpr int factors = shares + merging_warps * merged_rows * merged_columns, bases = factors + merged_rows;
-  static constexpr bool holds_bases = Dv <= 128;                       // longer bases do not fit into a block's memory
+  // Longer bases do not fit into a block's memory.
+  static constexpr bool holds_bases = Tables == merge_tables::shared && Dv <= 128;
   static constexpr int basis = holds_bases ? Dv * merged_columns : 0;  // of one segment
-  int weights, segments, runs, words;
+  static constexpr int weights = 0;
+  int tables, segments, runs, table_words;  // where tables begin in shared memory, and where they have theirs
   TESSERA_HD merge_memory(index_t parts, index_t max_segments)
-      : weights(bases + (max_segments < merging_groups ? int(max_segments) : merging_groups) * basis),
+      : tables(bases + (max_segments < merging_groups ? int(max_segments) : merging_groups) * basis),
         segments(weights + int(parts) * merged_rows),
         runs(segments + int(parts)),
-        words(runs + 2 * (int(max_segments) + 1)) {}
+        table_words(runs + 2 * (int(max_segments) + 1)) {}
+  std::size_t shared_bytes() const {
+    return std::size_t(tables + (Tables == merge_tables::shared ? table_words : 0)) * sizeof(float);
+  }
 };
 
 /// A thread block writes down the segment of every part and where the parts of each segment begin and end. Whole rows
@@ -91,17 +100,22 @@ __device__ __forceinline__ merged_state weigh_parts(const float* states, offset_
 /// A block merges 8 query rows of one (sequence, kv_head), 32 columns of the output. One group of warps adds a
 /// segment's parts, which are contiguous, in the segment's basis. The groups add their results in a fixed order, so
 /// that the same input gives the same bits.
-template <class View, class Out>
+template <class View, class Out, merge_tables Tables>
 __global__ void __launch_bounds__(merging_threads)
     merge_packed_entry(const __grid_constant__ packed_problem<View, Out> p, packed_parts parts) {
   constexpr int Dv = View::v_dim;
   extern __shared__ uint4 shared_memory[];
   const index_t heads = p.view.whole.kv_heads, max_segments = p.view.max_segments;
-  const merge_memory<Dv> memory(parts.parts, max_segments);
+  const merge_memory<Dv, Tables> memory(parts.parts, max_segments);
   float* shared = reinterpret_cast<float*>(shared_memory);
-  float *factor = shared + memory.factors, *weights = shared + memory.weights;
-  auto* segments = reinterpret_cast<index_t*>(shared + memory.segments);
-  auto* runs = reinterpret_cast<index_t*>(shared + memory.runs);  // [segments and whole rows, 2]
+  float* tables = shared + memory.tables;
+  if constexpr (Tables == merge_tables::workspace) {
+    const offset_t block = (offset_t(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    tables = parts.tables + block * memory.table_words;
+  }
+  float *factor = shared + memory.factors, *weights = tables + memory.weights;
+  auto* segments = reinterpret_cast<index_t*>(tables + memory.segments);
+  auto* runs = reinterpret_cast<index_t*>(tables + memory.runs);  // [segments and whole rows, 2]
   const index_t lane_row = index_t(blockIdx.x), first = index_t(blockIdx.z) * merged_rows;
   const index_t sequence = lane_row / heads, head = lane_row % heads, group = p.q.heads / heads;
   const int count = int((min)(index_t(merged_rows), parts.rows - first));
@@ -239,6 +253,10 @@ class attend_packed {
     const int together = attend_entry_.resident_blocks(detail::packed_threads, std::size_t(shape_.bytes), device);
     splits_ = std::clamp<index_t>(together / (std::max)(1, lanes_), 1, 128);
     parts_ = splits_ + max_segments + 1;
+    if (shared_tables().shared_bytes() > std::size_t(device.shared_memory)) {
+      tables_ = detail::merge_tables::workspace;
+      merge_entry_ = detail::merge_packed_entry<View, Out, detail::merge_tables::workspace>;
+    }
     merge_entry_.require_shared(merge_bytes(), device, "the merge of packed attention" + segments);
   }
 
@@ -261,7 +279,8 @@ class attend_packed {
     require_rows_on_16_bytes("whole keys", problem.view.whole.k, problem.view.whole.k_strides);
     require_rows_on_16_bytes("whole values", problem.view.whole.v, problem.view.whole.v_strides);
     const memory arrays(*this, workspace);
-    const detail::packed_parts to{arrays.out, arrays.states, arrays.segment, splits_, parts_, rotated.rows};
+    const detail::packed_parts to{arrays.out, arrays.states, arrays.segment, arrays.tables,
+                                  splits_,    parts_,        rotated.rows};
     attend_entry_.launch({.blocks = dim3(unsigned(lanes), unsigned(splits_),
                                          unsigned(ceil_div(rotated.rows, detail::query_rows_together))),
                           .threads = dim3(detail::packed_threads),
@@ -277,8 +296,18 @@ class attend_packed {
   }
 
  private:
+  using shared_memory = detail::merge_memory<Dv, detail::merge_tables::shared>;
+  using workspace_memory = detail::merge_memory<Dv, detail::merge_tables::workspace>;
+  shared_memory shared_tables() const { return {parts_, max_segments_}; }
+  workspace_memory workspace_tables() const { return {parts_, max_segments_}; }
   std::size_t merge_bytes() const {
-    return std::size_t(detail::merge_memory<Dv>(parts_, max_segments_).words) * sizeof(float);
+    return tables_ == detail::merge_tables::shared ? shared_tables().shared_bytes() : workspace_tables().shared_bytes();
+  }
+  /// Words of the tables of all blocks that merge.
+  std::size_t table_words() const {
+    if (tables_ == detail::merge_tables::shared) return 0;
+    return std::size_t(lanes_) * std::size_t(ceil_div(Dv, detail::merged_columns)) *
+           std::size_t(ceil_div(rows_, detail::merged_rows)) * std::size_t(workspace_tables().table_words);
   }
   struct memory : workspace_cut {
     const attend_packed& op;
@@ -287,15 +316,18 @@ class attend_packed {
     index_t* segment = array<index_t>(parts);
     float* states = array<float>(rows * 2);
     float* out = array<float>(rows * Dv);
+    float* tables = array<float>(op.table_words());
   };
 
   index_t lanes_, rows_;
   detail::packed_lengths<D, Dv> lengths_;
-  detail::packed_memory<D, Dv> shape_;
+  detail::packed_memory<D, Dv, View::rows_in> shape_;
   index_t max_segments_, splits_ = 1, parts_ = 1;
   device_kernel<packed_problem<View, Out>, rotated_rows, detail::packed_parts, detail::packed_lengths<D, Dv>>
       attend_entry_{detail::attend_packed_entry<View, Tile, Out>};
-  device_kernel<packed_problem<View, Out>, detail::packed_parts> merge_entry_{detail::merge_packed_entry<View, Out>};
+  detail::merge_tables tables_ = detail::merge_tables::shared;
+  device_kernel<packed_problem<View, Out>, detail::packed_parts> merge_entry_{
+      detail::merge_packed_entry<View, Out, detail::merge_tables::shared>};
 };
 
 }  // namespace cuda

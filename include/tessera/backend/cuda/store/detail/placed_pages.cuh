@@ -49,8 +49,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
         pages_(index_t((rows + page_rows() - 1) / page_rows())),
         counted_(pages_),
         entry_pages_(std::size_t(layers) * std::size_t(sequences)),
-        k_(std::size_t(pages_ * page_rows()) * Layout::k_dim),
-        v_(std::size_t(pages_ * page_rows()) * Layout::v_dim),
+        rows_(std::size_t(pages_ * page_rows()) * (Layout::k_dim + Layout::v_dim)),
         scales_(encoding_type::scaled ? std::size_t(2 * pages_ * page_rows()) : 0),
         tables_(entry_pages_.size() * std::size_t(widest_)),
         firsts_(1, sequences, 1) {
@@ -133,8 +132,45 @@ class placed_rows<Layout, fixed_pages<Page>> {
   capacity available() const { return {capacity::unlimited, offset_t(pages_) - counted_.used()}; }
   offset_t peak_bytes() const { return peak_used_ * page_rows() * Layout::token_bytes(); }
 
+  // Packed rows lie in pages of the same pool: see packed_pages.
+
+  static constexpr index_t page = Page;
+  static constexpr int k_dim = Layout::k_dim, v_dim = Layout::v_dim;
+  /// Bytes of a page's keys and values. Keys of all pages lie from `memory` on, and behind them all values.
+  static constexpr offset_t k_page_bytes(offset_t kv_heads) {
+    return Page * kv_heads * k_dim * offset_t(sizeof(stored_type));
+  }
+  static constexpr offset_t v_page_bytes(offset_t kv_heads) {
+    return Page * kv_heads * v_dim * offset_t(sizeof(stored_type));
+  }
+  std::byte* memory() const { return reinterpret_cast<std::byte*>(rows_.data()); }
+  index_t pages() const { return pages_; }
+  const counted_pages& counted() const { return counted_; }
+  /// Adds `more` pages to `to`, which has memory for them. Errors: fewer are free, and nothing changes.
+  void acquire_pages(offset_t more, host_vector<index_t>& to) {
+    require_free(more, offset_t(pages_) - counted_.used() - planned_);
+    for (; more > 0; --more) to.push_back(counted_.acquire());
+    peak_used_ = (std::max)(peak_used_, offset_t(counted_.used()));
+  }
+  void share_page(index_t page) { counted_.share(page); }
+  void release_page(index_t page) { counted_.release(page); }
+  /// Copies pages one by one; `plan_page_copy` has allocated host memory for it.
+  void plan_page_copy() { copies_.make_room(std::size_t(copies_planned_) + 1); }
+  void copy_page(index_t source, index_t target, cudaStream_t stream) {
+    copies_.add(source, target);
+    copies_.run<Layout>(keys(), values(), scales_.data(), pages_, page_rows(), nullptr, stream);
+  }
+
  private:
   offset_t page_rows() const { return offset_t(Page) * heads_; }
+  stored_type* keys() const { return rows_.data(); }
+  stored_type* values() const { return rows_.data() + pages_ * page_rows() * Layout::k_dim; }
+  void require_free(offset_t more, offset_t available) const {
+    if (more <= available) return;
+    fail("pages of the cache", std::to_string(more) + " more",
+         "at most what is free, which is " + std::to_string(available) + " of " + std::to_string(pages_),
+         "raise cache_options::rows, or close a sequence");
+  }
   static std::size_t pages_for(offset_t tokens) { return std::size_t(fixed_pages<Page>::pages_for(tokens)); }
   static std::size_t first_page(const stored_tokens& held) { return std::size_t(held.least / Page); }
 
@@ -143,11 +179,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
     const index_t copies = counted_.shared_of(table, first, wanted);
     const offset_t more = offset_t(wanted - (std::min)(wanted, table.size())) + copies;
     const offset_t available = offset_t(pages_) - counted_.used() - planned_;
-    if (more > available) {
-      fail("pages of the cache", std::to_string(more) + " more",
-           "at most what is free, which is " + std::to_string(available) + " of " + std::to_string(pages_),
-           "raise cache_options::rows, or close a sequence");
-    }
+    require_free(more, available);
     copies_planned_ += copies;
     if (copies > 0) copies_.make_room(std::size_t(copies_planned_));
     planned_ += more;
@@ -164,7 +196,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
       counted_.release(table[i]);
       table[i] = target;
     }
-    copies_.run<Layout>(k_.data(), v_.data(), scales_.data(), pages_, page_rows(), on_device, stream);
+    copies_.run<Layout>(keys(), values(), scales_.data(), pages_, page_rows(), on_device, stream);
     while (table.size() < wanted) {
       detail::some_pages some{};
       const index_t count = index_t((std::min)(wanted - table.size(), std::size_t(detail::pages_at_a_time)));
@@ -180,8 +212,8 @@ class placed_rows<Layout, fixed_pages<Page>> {
   }
   view_type view(index_t layer, const index_t* firsts, index_t batch) const {
     view_type view;
-    view.k = k_.data();
-    view.v = v_.data();
+    view.k = keys();
+    view.v = values();
     view.k_strides = {page_rows() * Layout::k_dim, Layout::k_dim, offset_t(heads_) * Layout::k_dim, 1};
     view.v_strides = {page_rows() * Layout::v_dim, Layout::v_dim, offset_t(heads_) * Layout::v_dim, 1};
     view.sequences = batch;
@@ -200,7 +232,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
   counted_pages counted_;
   page_copies copies_;
   host_vector<host_vector<index_t>> entry_pages_;  // by entry
-  device_buffer<stored_type> k_, v_;
+  device_buffer<stored_type> rows_;                // keys of all pages, then their values
   device_buffer<float> scales_;
   device_buffer<index_t> tables_;
   id_column<index_t> firsts_;  // where a sequence's table begins within its layer's

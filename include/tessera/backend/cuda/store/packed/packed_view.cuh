@@ -7,8 +7,8 @@
 #include "../../../../core/views.hpp"
 #include "../../device/alignment.cuh"
 #include "../../device/copy.cuh"
-#include "../../device/memory.cuh"
 #include "../../device/warp.cuh"
+#include "../../device/whole_numbers.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -20,28 +20,60 @@ TESSERA_HD inline index_t bit_words(const packed_format& format) { return ceil_d
 /// `channels`, rounded up to what matrix instructions take; the added channels are 0.
 TESSERA_HD constexpr index_t whole_channels(index_t channels) { return (channels + 15) / 16 * 16; }
 
-/// Vectors of one kind in a segment: keys, values, or the mean keys of blocks. Planes are [kv_heads, capacity] rows. A
-/// row is `value_stride` bytes of values, `bit_words` words of bits, and a scale where the format has scales. Heads may
-/// be further apart in memory than their rows need: see `segment_store`.
+/// Where packed rows of a cache lie: each head's one behind the other, or in the pages of the pool that has the whole
+/// rows.
+enum class packed_rows_in { planes, pages };
+
+/// Where a row lies: bytes before its page, and the row's number in it. In planes everything is one page.
+struct packed_row_address {
+  offset_t page = 0;
+  index_t row = 0;
+};
+
+/// Vectors of one kind in a segment: keys, values, or the mean keys of blocks. A row is `value_stride` bytes of values,
+/// `bit_words` words of bits, and a scale where the format has scales. In planes, these are [kv_heads, capacity] rows;
+/// heads may be further apart in memory than their rows need: see `packed_planes`. In pages, these are
+/// [kv_heads, capacity] rows of each page, and pointers are those of page 0.
 struct packed_vectors {
   packed_format format;
-  index_t capacity = 0;  ///< rows of a head: from one head's scales to the next one's
+  index_t capacity = 0;  ///< rows of a head, of a page where there are pages: from one head's scales to the next one's
   std::byte* values = nullptr;
   std::uint32_t* bits = nullptr;          ///< null where all rows of a head share `set`
   float* scales = nullptr;                ///< null where rows have none
   const std::uint32_t* set = nullptr;     ///< [kv_heads, bit_words]
   const float* basis = nullptr;           ///< [kv_heads, channels, dim]; null: the engine's own basis
   offset_t value_lane = 0, bit_lane = 0;  ///< from one head to the next one, in bytes and in words
+  const index_t* pages = nullptr;         ///< the pages of the segment's rows, in order; null: planes
+  offset_t page_bytes = 0;                ///< from one page to the next one
+  quick_divisor page_rows{};              ///< by `capacity`
 
-  TESSERA_HD offset_t row(index_t head, index_t i) const { return offset_t(head) * capacity + i; }
-  TESSERA_HD std::byte* values_of(index_t head, index_t i) const {
-    return values + head * value_lane + offset_t(i) * value_stride(format.value_bytes());
+  TESSERA_HD packed_row_address locate(index_t i) const {
+    if (!pages) return {0, i};
+    const index_t page = page_rows.quotient(i);
+    return {offset_t(pages[page]) * page_bytes, i - page * capacity};
   }
-  TESSERA_HD std::uint32_t* own_bits_of(index_t head, index_t i) const {
-    return bits + head * bit_lane + offset_t(i) * bit_words(format);
+  // The first row of a head, in planes or in page 0.
+  TESSERA_HD std::byte* values_of(index_t head) const { return values + head * value_lane; }
+  TESSERA_HD std::uint32_t* own_bits_of(index_t head) const { return bits + head * bit_lane; }
+  TESSERA_HD float* scales_of(index_t head) const { return scales + offset_t(head) * capacity; }
+  TESSERA_HD const std::uint32_t* set_of(index_t head) const { return set + offset_t(head) * bit_words(format); }
+
+  // Rows at an address.
+  TESSERA_HD std::byte* values_of(index_t head, const packed_row_address& at) const {
+    return values_of(head) + at.page + offset_t(at.row) * value_stride(format.value_bytes());
   }
+  TESSERA_HD std::uint32_t* own_bits_of(index_t head, const packed_row_address& at) const {
+    return own_bits_of(head) + at.page / offset_t(sizeof(*bits)) + offset_t(at.row) * bit_words(format);
+  }
+  TESSERA_HD float& scale_of(index_t head, const packed_row_address& at) const {
+    return scales_of(head)[at.page / offset_t(sizeof(*scales)) + at.row];
+  }
+  // Rows by their number.
+  TESSERA_HD std::byte* values_of(index_t head, index_t i) const { return values_of(head, locate(i)); }
+  TESSERA_HD std::uint32_t* own_bits_of(index_t head, index_t i) const { return own_bits_of(head, locate(i)); }
+  TESSERA_HD float& scale_of(index_t head, index_t i) const { return scale_of(head, locate(i)); }
   TESSERA_HD const std::uint32_t* bits_of(index_t head, index_t i) const {
-    return format.own_bits ? own_bits_of(head, i) : set + offset_t(head) * bit_words(format);
+    return format.own_bits ? own_bits_of(head, i) : set_of(head);
   }
   TESSERA_HD const float* basis_of(index_t head, int dim) const {
     return basis ? basis + offset_t(head) * format.channels * dim : nullptr;
@@ -58,8 +90,9 @@ struct device_segment {
 /// What a batch stores of one layer. An entry is a (layer, sequence). Slots count through a sequence's segments in
 /// order, then through its whole rows. `Whole` is the kv_view of the whole rows; its lengths and positions are those of
 /// the whole rows only.
-template <class Whole>
+template <class Whole, packed_rows_in Memory = packed_rows_in::planes>
 struct packed_view {
+  static constexpr packed_rows_in rows_in = Memory;
   using element_type = typename Whole::element_type;
   using whole_type = Whole;
   static constexpr int k_dim = Whole::k_dim, v_dim = Whole::v_dim;
@@ -134,68 +167,6 @@ __device__ __forceinline__ void fill_begins(const View& view, index_t sequence, 
 }
 
 }  // namespace detail
-
-/// Memory of one segment's rows and means, for as many rows of every kv_head as it is made for. It does not own bases
-/// and sets.
-class segment_memory {
- public:
-  /// `block` 0: no means.
-  segment_memory(const packed_format& k, const packed_format& v, index_t block, index_t kv_heads, index_t capacity)
-      : block_(block),
-        rows_(std::size_t(kv_heads)),
-        k_(k, kv_heads, capacity),
-        v_(v, kv_heads, capacity),
-        means_(k, kv_heads, block > 0 ? ceil_div(capacity, block) : 0) {}
-
-  device_segment segment() const { return {k_.vectors(), v_.vectors(), means_.vectors(), block_, rows_.data()}; }
-  /// The same with bases [kv_heads, channels, dim], or null, and, where rows have no bits of their own, sets [kv_heads,
-  /// bit_words].
-  device_segment segment(const float* k_basis, const float* v_basis, const std::uint32_t* k_set = nullptr,
-                         const std::uint32_t* v_set = nullptr) const {
-    device_segment made = segment();
-    made.k.basis = made.means.basis = k_basis;
-    made.v.basis = v_basis;
-    made.k.set = made.means.set = k_set;
-    made.v.set = v_set;
-    return made;
-  }
-  std::size_t bytes() const { return k_.bytes() + v_.bytes() + means_.bytes() + rows_.bytes(); }
-
- private:
-  class planes {
-   public:
-    planes(const packed_format& format, index_t kv_heads, index_t capacity)
-        : format_(format),
-          capacity_(capacity),
-          values_(rows(kv_heads) * std::size_t(value_stride(format.value_bytes()))),
-          bits_(format.own_bits ? rows(kv_heads) * std::size_t(bit_words(format)) : 0),
-          scales_(format.scaled() ? rows(kv_heads) : 0) {}
-    packed_vectors vectors() const {
-      return {format_,
-              capacity_,
-              values_.data(),
-              bits_.data(),
-              scales_.data(),
-              nullptr,
-              nullptr,
-              offset_t(capacity_) * value_stride(format_.value_bytes()),
-              offset_t(capacity_) * bit_words(format_)};
-    }
-    std::size_t bytes() const { return values_.bytes() + bits_.bytes() + scales_.bytes(); }
-
-   private:
-    std::size_t rows(index_t kv_heads) const { return std::size_t(kv_heads) * std::size_t(capacity_); }
-    packed_format format_;
-    index_t capacity_;
-    device_buffer<std::byte> values_;
-    device_buffer<std::uint32_t> bits_;
-    device_buffer<float> scales_;
-  };
-
-  index_t block_;
-  device_buffer<index_t> rows_;
-  planes k_, v_, means_;
-};
 
 // The values of one packed row and the channels that they belong to, one after another, by one thread.
 
@@ -490,30 +461,71 @@ __device__ __forceinline__ void with_way(int way, const Run& run) {
   }
 }
 
+/// The addresses of a head's rows, for kernels over one kind of memory. In planes a row's address is its number.
+template <packed_rows_in Memory>
+struct head_rows {
+  using address_type = index_t;
+  __device__ __forceinline__ explicit head_rows(const packed_vectors&) {}
+  __device__ __forceinline__ index_t address(index_t row) const { return row; }
+  /// Bytes before the page that has the row, and pieces of 16 bytes.
+  __device__ __forceinline__ static constexpr std::uint64_t page_bytes(index_t) { return 0; }
+  __device__ __forceinline__ static constexpr unsigned page_chunks(index_t) { return 0; }
+  __device__ __forceinline__ static index_t in_page(index_t address) { return address; }
+};
+/// In pages it is its number in a page, and the page's number, which is read from the segment's table.
+template <>
+struct head_rows<packed_rows_in::pages> {
+  struct address_type {
+    index_t row = 0, page = 0;
+  };
+  const index_t* pages;
+  std::uint64_t bytes;
+  index_t capacity;
+  quick_divisor page_rows;
+  __device__ __forceinline__ explicit head_rows(const packed_vectors& from)
+      : pages(from.pages), bytes(std::uint64_t(from.page_bytes)), capacity(from.capacity), page_rows(from.page_rows) {}
+  /// Of a row below 0, which does not exist: that row of the segment's first page.
+  __device__ __forceinline__ address_type address(index_t row) const {
+    const index_t page = row >= 0 ? page_rows.quotient(row) : 0;
+    return {row - page * capacity, pages[page]};
+  }
+  __device__ __forceinline__ std::uint64_t page_bytes(const address_type& at) const {
+    return unsigned(at.page) * bytes;
+  }
+  __device__ __forceinline__ unsigned page_chunks(const address_type& at) const {
+    return unsigned(at.page) * unsigned(bytes / 16);  // fewer than 2^32 in all: see packed_pages
+  }
+  __device__ __forceinline__ static index_t in_page(const address_type& at) { return at.row; }
+};
+
 /// Where the bits of a head's rows lie.
-struct bit_rows {
+template <packed_rows_in Memory = packed_rows_in::planes>
+struct bit_rows : head_rows<Memory> {
+  using address_type = typename head_rows<Memory>::address_type;
   const std::uint32_t* bits;
   unsigned words, stride;  // of a row, and from one row to the next one
   __device__ __forceinline__ bit_rows(const packed_vectors& from, index_t head)
-      : bits(from.bits_of(head, 0)),
+      : head_rows<Memory>(from),
+        bits(from.format.own_bits ? from.own_bits_of(head) : from.set_of(head)),
         words(unsigned(bit_words(from.format))),
         stride(from.format.own_bits ? words : 0) {}
 
-  /// Loads the bits of row `i`. Words that the format does not have are left unchanged.
+  /// Loads the bits of a row, of the first one of the page where there is none. Words that the format does not have are
+  /// left unchanged.
   template <int Most>
-  __device__ __forceinline__ void load(index_t i, std::uint32_t (&to)[Most]) const {
-    const std::uint32_t* row = bits + std::uint64_t(unsigned(i)) * stride;
+  __device__ __forceinline__ void load(const address_type& at, std::uint32_t (&to)[Most]) const {
+    const std::uint32_t* row = of_row(at);
 #pragma unroll
     for (unsigned w = 0; w < Most; ++w) {
       if (w < words) to[w] = load_once(row + w);
     }
   }
 
-  /// Begins to copy the bits of the lane's row `i` to shared memory. All lanes of a warp call it. The first word goes
-  /// to `to`, and each further word 128 bytes behind the previous one, so that the words of 32 lanes lie side by side.
+  /// Begins to copy the bits of the lane's row to shared memory. All lanes of a warp call it. The first word goes to
+  /// `to`, and each further word 128 bytes behind the previous one, so that the words of 32 lanes lie side by side.
   template <int Most>
-  __device__ __forceinline__ void copy(index_t i, std::uint32_t to) const {
-    const std::uint32_t* row = bits + std::uint64_t(unsigned(i)) * stride;
+  __device__ __forceinline__ void copy(const address_type& at, std::uint32_t to) const {
+    const std::uint32_t* row = of_row(at);
     const std::uint32_t own = own_address(to);
 #pragma unroll
     for (unsigned w = 0; w < Most; ++w) {
@@ -527,6 +539,13 @@ struct bit_rows {
     for (unsigned w = 0; w < Most; ++w) {
       to[w] = w < words ? *reinterpret_cast<const std::uint32_t*>(from + w * 128) : 0;
     }
+  }
+
+ private:
+  __device__ __forceinline__ const std::uint32_t* of_row(const address_type& at) const {
+    const std::uint32_t* row = bits + std::uint64_t(unsigned((max)(this->in_page(at), 0))) * stride;
+    if constexpr (Memory == packed_rows_in::pages) row += stride > 0 ? this->page_bytes(at) / 4 : 0;
+    return row;
   }
 };
 

@@ -13,16 +13,19 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Moves rows of `bytes` bytes, which lie `stride` apart in the cache and side by side in an array. What a row has
-/// behind its bytes becomes 0 in the cache.
-template <saved_way Way>
+/// Moves rows of `bytes` bytes, which have `stride` bytes in the cache, from row_of(row) on, and lie side by side in an
+/// array. What a row has behind its bytes becomes 0 in the cache.
+template <saved_way Way, class RowOf>
 __device__ __forceinline__ device_sum move_bytes(const saving_thread& own, offset_t at, index_t rows, index_t bytes,
-                                                 index_t stride, std::byte* cached) {
+                                                 index_t stride, const RowOf& row_of) {
   const auto each = [&](offset_t word, const auto& visit) {
     index_t row = index_t(word * 8 / bytes), byte = index_t(word * 8 % bytes);
+    std::byte* cached = row < rows ? row_of(row) : nullptr;
     for (int i = 0; i < 8 && row < rows; ++i) {
-      visit(cached + offset_t(row) * stride + byte, 8 * i, byte);
-      if (++byte == bytes) byte = 0, ++row;
+      visit(cached + byte, 8 * i, byte);
+      if (++byte < bytes) continue;
+      byte = 0;
+      if (++row < rows) cached = row_of(row);
     }
   };
   return move_part<Way, uint2>(
@@ -50,21 +53,23 @@ __global__ void __launch_bounds__(Threads)
   const saving_thread own{slice, int(blockIdx.x * Threads + threadIdx.x), int(gridDim.x * Threads)};
   offset_t at = 0;
   device_sum sum = 0;
-  const auto plane = [&](index_t bytes, index_t stride, void* cached) {
+  const auto plane = [&](index_t bytes, index_t stride, const auto& row_of) {
     if (bytes == 0) return;
     const offset_t part = padded_bytes(offset_t(rows) * bytes);
-    sum += move_bytes<Way>(own, at + head * part, rows, bytes, stride, static_cast<std::byte*>(cached));
+    sum += move_bytes<Way>(own, at + head * part, rows, bytes, stride,
+                           [&](index_t row) { return reinterpret_cast<std::byte*>(row_of(row)); });
     at += heads * part;
   };
   const auto kind = [&](const auto& visit) { visit(k), kinds > 1 ? visit(v) : void(); };
   kind([&](const packed_vectors& of) {
-    plane(of.format.value_bytes(), value_stride(of.format.value_bytes()), of.values_of(head, 0));
+    plane(of.format.value_bytes(), value_stride(of.format.value_bytes()),
+          [&](index_t row) { return of.values_of(head, row); });
   });
   kind([&](const packed_vectors& of) {
-    plane(of.format.bit_bytes(), bit_words(of.format) * 4, of.format.own_bits ? of.own_bits_of(head, 0) : nullptr);
+    plane(of.format.bit_bytes(), bit_words(of.format) * 4, [&](index_t row) { return of.own_bits_of(head, row); });
   });
   kind([&](const packed_vectors& of) {
-    plane(of.format.scale_bytes(), 4, of.format.scaled() ? of.scales + of.row(head, 0) : nullptr);
+    plane(of.format.scale_bytes(), 4, [&](index_t row) { return &of.scale_of(head, row); });
   });
   add_to_sum(sum, slice.sum);
 }
@@ -157,8 +162,8 @@ inline void upload_bases(segment_record& to, const host_bases& given, index_t kv
 
 /// Saves or loads what the segments of a layer, which have `packed` rows of each head, have beside their rows: see
 /// cpu::transfer_segments.
-template <class Archive>
-void transfer_segments(segment_store& store, sequence_layer owner, index_t packed, index_t kv_heads, Archive& archive,
+template <class Store, class Archive>
+void transfer_segments(Store& store, sequence_layer owner, index_t packed, index_t kv_heads, Archive& archive,
                        cudaStream_t stream) {
   const segment_formats& formats = store.formats();
   index_t count = Archive::loads ? 0 : index_t(store.segments(owner).size()), total = 0;
@@ -183,7 +188,7 @@ void transfer_segments(segment_store& store, sequence_layer owner, index_t packe
     archive.flag(shares);
     archive.require(!shares || previous, "with a basis of no segment");
     if (shares) {
-      if constexpr (Archive::loads) record = *previous;
+      if constexpr (Archive::loads) record = previous->without_rows();
     } else {
       const auto numbers = [&](auto& all, offset_t wanted) {
         archive.numbers(all, wanted);
@@ -270,8 +275,7 @@ void transfer_rows_of(kv_store<Layout>& store, index_t id, const host_vector<sav
       const device_segment rows = segments.on_device(packed, i);
       const index_t heads = index_t(of_layer.counts.size());
       detail::transfer_planes(rows.k, &rows.v, record.rows, heads, archive, stream);
-      if (record.block > 0)
-        detail::transfer_planes(rows.means, nullptr, segment_store::blocks(record), heads, archive, stream);
+      if (record.block > 0) detail::transfer_planes(rows.means, nullptr, blocks_of(record), heads, archive, stream);
     }
   }
 }

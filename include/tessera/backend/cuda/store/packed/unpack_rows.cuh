@@ -11,7 +11,7 @@ namespace detail {
 /// Value `index` of a packed row, times its scale.
 __device__ inline float packed_value(const packed_vectors& from, index_t head, index_t i, index_t index) {
   const std::byte* values = from.values_of(head, i);
-  const float scale = from.scales ? from.scales[from.row(head, i)] : 1.0f;
+  const float scale = from.scales ? from.scale_of(head, i) : 1.0f;
   switch (from.format.element) {
     case packed_element::fp16:
       return tessera::detail::load_value<fp16>(values, index);

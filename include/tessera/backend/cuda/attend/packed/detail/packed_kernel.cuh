@@ -17,7 +17,7 @@ template <class View, class Tile, class Out>
 class packed_part {
   using T = typename View::element_type;
   static constexpr int D = View::k_dim, Dv = View::v_dim;
-  using memory = packed_memory<D, Dv>;
+  using memory = packed_memory<D, Dv, View::rows_in>;
 
  public:
   __device__ packed_part(const packed_problem<View, Out>& p, const rotated_rows& rotated, const packed_parts& to,
@@ -139,8 +139,9 @@ class packed_part {
     const index_t unit_rows = unit_of_segment(s);
     const int unit_shift = (unit_rows & (unit_rows - 1)) == 0 ? __ffs(int(unit_rows)) - 1 : -1;  // -1: no power of two
     const float4 queries = queries_of(s, int(threadIdx.x));
-    using key_rows = raw_rows<row_layout<D>>;
-    using value_rows = raw_rows<row_layout<Dv>>;
+    using key_rows = raw_rows<row_layout<D>, View::rows_in>;
+    using value_rows = raw_rows<row_layout<Dv>, View::rows_in>;
+    using address_type = typename key_rows::address_type;  // keys and values of a row lie in one page
     const key_rows first_keys(segment.k, head_);
     const value_rows first_values(segment.v, head_);
     // After the first tile these are read from shared memory: the loop over a row leaves no registers for them.
@@ -170,22 +171,23 @@ class packed_part {
     std::uint32_t k_bits[group_words<D, 1>] = {}, v_bits[group_words<Dv, 1>] = {};
     float k_scale, v_scale;
     const unsigned k_to = unsigned(k_raw) + first_keys.own_place(), v_to = unsigned(v_raw) + first_values.own_place();
-    const auto begin_keys = [&](const key_rows& from, index_t row) {
-      from.copy(row, shared_address(shared_), k_to);
-      from.bits.load((max)(row, 0), k_bits);
-      k_scale = from.scale(row);
+    const auto begin_keys = [&](const key_rows& from, const address_type& at) {
+      from.copy(at, shared_address(shared_), k_to);
+      from.bits.load(at, k_bits);
+      k_scale = from.scale(at);
     };
-    const auto begin_values = [&](const value_rows& from, index_t row) {
-      from.copy(row, shared_address(shared_), v_to);
-      from.bits.load((max)(row, 0), v_bits);
-      v_scale = from.scale(row);
+    const auto begin_values = [&](const value_rows& from, const address_type& at) {
+      from.copy(at, shared_address(shared_), v_to);
+      from.bits.load(at, v_bits);
+      v_scale = from.scale(at);
     };
     constexpr int warp_step = packed_warps * tile_tokens;
     spread_state<Tile, Dv> state(shared_ + shape_.softmaxes + warp * shape_.softmax, shape_.parts);
     index_t token = warp * tile_tokens + lane, row = row_of(token, unit_of(token));
-    if (token - lane < tokens) begin_keys(first_keys, row);
+    address_type address = first_keys.bits.address(row);
+    if (token - lane < tokens) begin_keys(first_keys, address);
     commit_copies();
-    if (token - lane < tokens) begin_values(first_values, row);
+    if (token - lane < tokens) begin_values(first_values, address);
     commit_copies();
     index_t next_unit = unit_of(token + warp_step);
     put_copies(s, queries);
@@ -193,6 +195,7 @@ class packed_part {
     // are.
     for (; token - lane < tokens; token += warp_step) {
       const index_t next = row_of(token + warp_step, next_unit);
+      address = keys->bits.address(next);
       const bool more = token - lane + warp_step < tokens;
       next_unit = unit_of(token + 2 * warp_step);
       const index_t position = row >= 0 ? p_.view.position(sequence_, head_, row_begin_[s] + row) : never;
@@ -206,7 +209,7 @@ class packed_part {
         take_logits(state, part, logits, k_scale, position, v_scale, weights);
       }
       __syncwarp();
-      if (more) begin_keys(*keys, next);
+      if (more) begin_keys(*keys, address);
       commit_copies();
       with_matrices<Dv>(channels, [&](int m) {
         auto* tile = reinterpret_cast<uint4*>(shared_ + tile_place) + m * 64 + lane;
@@ -216,7 +219,7 @@ class packed_part {
       __syncwarp();
       spread_row<Tile, Dv>(v_way, v_kept, v_bits, v_row, shared_, tile_place);
       __syncwarp();
-      if (more) begin_values(*values, next);
+      if (more) begin_values(*values, address);
       commit_copies();
       state.take_values(shared_ + tile_place, weights, shape_.parts, channels);
       __syncwarp();
@@ -362,7 +365,7 @@ __global__ void __launch_bounds__(packed_threads, View::k_dim <= 128 && View::v_
     attend_packed_entry(const __grid_constant__ packed_problem<View, Out> p, rotated_rows rotated, packed_parts to,
                         packed_lengths<View::k_dim, View::v_dim> lengths) {
   extern __shared__ uint4 shared_memory[];
-  const packed_memory<View::k_dim, View::v_dim> shape(rotated.rows, p.view.max_segments, lengths);
+  const packed_memory<View::k_dim, View::v_dim, View::rows_in> shape(rotated.rows, p.view.max_segments, lengths);
   packed_part<View, Tile, Out> part(p, rotated, to, shape, reinterpret_cast<unsigned char*>(shared_memory));
   // Blocks that begin last, when the choice has ended, have no time left for whole rows. So the first blocks get the
   // last splits, which contain them.

@@ -25,7 +25,7 @@ struct packed_lengths {
 
 /// The layout of a block's shared memory: tiles, raw values, queries, the warps' states, weights, positions of queries,
 /// addresses of rows, tables.
-template <int D, int Dv>
+template <int D, int Dv, packed_rows_in Memory>
 struct packed_memory {
   TESSERA_HD static constexpr staged_rows k_rows() { return {D / 8}; }
   TESSERA_HD static constexpr staged_rows v_rows() { return {Dv / 8}; }
@@ -51,7 +51,7 @@ struct packed_memory {
         softmaxes(weights + packed_warps * weight),
         positions(softmaxes + packed_warps * softmax),
         sources(positions + query_rows_together * 4),
-        begins(sources + int(sizeof(raw_rows<row_layout<D>>) + sizeof(raw_rows<row_layout<Dv>>))),
+        begins(sources + int(sizeof(raw_rows<row_layout<D>, Memory>) + sizeof(raw_rows<row_layout<Dv>, Memory>))),
         bytes(begins + (int(max_segments + 1) * 3 + 2) * 4) {}
 
  private:
@@ -64,6 +64,7 @@ struct packed_memory {
 struct packed_parts {
   float *out, *states;
   index_t* segment;
+  float* tables;  ///< of the blocks that merge, where these do not fit into shared memory; else null
   index_t splits, parts, rows;
 };
 

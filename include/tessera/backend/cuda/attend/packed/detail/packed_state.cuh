@@ -111,20 +111,23 @@ struct packed_state {
 inline constexpr int tile_tokens = 32, queries_at_once = 4;
 
 /// The packed rows of one head in memory, which `Places` puts into shared memory.
-template <class Places>
+template <class Places, packed_rows_in Memory>
 struct raw_rows {
+  using address_type = typename bit_rows<Memory>::address_type;
   const std::byte* values;
   unsigned chunks;  // of 16 bytes that a row has
-  bit_rows bits;
+  bit_rows<Memory> bits;
   const float* scales;
 
   __device__ __forceinline__ raw_rows(const packed_vectors& from, index_t head)
-      : values(from.values_of(head, 0)),
+      : values(from.values_of(head)),
         chunks(unsigned(value_stride(from.format.value_bytes())) / 16),
         bits(from, head),
-        scales(from.scales ? from.scales + from.row(head, 0) : nullptr) {}
+        scales(from.scales ? from.scales_of(head) : nullptr) {}
 
-  __device__ __forceinline__ float scale(index_t row) const { return scales ? scales[(max)(row, 0)] : 1.0f; }
+  __device__ __forceinline__ float scale(const address_type& at) const {
+    return scales ? scales[bits.page_bytes(at) / 4 + unsigned((max)(bits.in_page(at), 0))] : 1.0f;
+  }
 
   /// Bytes from one row to the next one in shared memory.
   __device__ __forceinline__ unsigned stride() const { return Places::stride(chunks); }
@@ -135,11 +138,12 @@ struct raw_rows {
     if (chunks == 2) return Places::byte(Places::row(lane / 2, Places::stride(2)), lane % 2 * 16);
     return Places::row(lane, stride());
   }
-  /// Begins to copy the values of 32 rows. Lane l names the tile's l-th row in `row`; a negative one is filled with
-  /// zeros. One warp calls it, and neighbouring lanes copy a row's chunks together. `to` is the lane's own address in
-  /// the tile that begins at `shared`.
-  __device__ __forceinline__ void copy(index_t row, std::uint32_t shared, unsigned to) const {
-    const unsigned first = row >= 0 ? unsigned(row) * chunks : none;
+  /// Begins to copy the values of 32 rows. Lane l gives the address of the tile's l-th row; a negative row is filled
+  /// with zeros. One warp calls it, and neighbouring lanes copy a row's chunks together. `to` is the lane's own address
+  /// in the tile that begins at `shared`.
+  __device__ __forceinline__ void copy(const address_type& at, std::uint32_t shared, unsigned to) const {
+    const index_t row = bits.in_page(at);
+    const unsigned first = row >= 0 ? bits.page_chunks(at) + unsigned(row) * chunks : none;
     const std::uint32_t own = own_address(shared + to);
     if (chunks == 4) return copy_rows<4>(first, own);
     if (chunks == 2) return copy_rows<2>(first, own);

@@ -62,17 +62,18 @@ struct scored_blocks {
 /// are copied while earlier rows are processed. Longer rows are copied 128 bytes at a time, which takes both stages.
 /// Bits are copied and not loaded, because a warp that waits for one load waits for all, including those of the next
 /// rows that it has just issued.
-template <int D, class Tile>
+template <int D, class Tile, packed_rows_in Memory>
 class staged_means {
   using memory = score_memory<D>;
   using layout = row_layout<memory::stage / 64>;
+  using address_type = typename bit_rows<Memory>::address_type;
 
  public:
   /// `stages`: where the warp's stages begin in the block's shared memory.
   __device__ staged_means(const packed_vectors& rows, index_t head, const unsigned char* shared, unsigned stages)
-      : values_(rows.values_of(head, 0)),
+      : values_(rows.values_of(head)),
         bits_(rows, head),
-        scales_(rows.scales ? rows.scales + rows.row(head, 0) : nullptr),
+        scales_(rows.scales ? rows.scales_of(head) : nullptr),
         address_(shared_address(shared)),
         stages_(stages),
         chunks_(unsigned(value_stride(rows.format.value_bytes())) / 16),
@@ -81,20 +82,23 @@ class staged_means {
         pieces_(chunks_ <= 4 ? 0 : ceil_div(int(chunks_), 8)) {}
 
   /// Begins to copy the first 32 rows for `score`.
-  __device__ __forceinline__ void begin(index_t first, index_t end) const { begin_tile(first, end, 0); }
+  __device__ __forceinline__ void begin(index_t first, index_t end) const {
+    begin_tile(first, end, 0, address_of(first, end));
+  }
   /// q . row for rows first, first + scoring_threads, ... to `end`, 32 at a time. The copy of the first 32 has begun.
   __device__ __forceinline__ void score(index_t first, index_t end, const unsigned char* shared,
                                         const scored_blocks& out) {
     constexpr index_t step = scoring_threads;
     if (first >= end) return;
-    const auto scale_of = [&](index_t row) __attribute__((always_inline)) {
-      return scales_ ? scales_[row < end ? row : first] : 1.0f;
+    const auto scale_of = [&](const address_type& at) __attribute__((always_inline)) {
+      return scales_ ? scales_[bits_.page_bytes(at) / 4 + unsigned(bits_.in_page(at))] : 1.0f;
     };
-    float scale = scale_of(first + lane_here());
+    float scale = scale_of(address_of(first, end));
+    address_type ahead = address_of(first + step, end);  // of the rows that are copied next
     int stage = 0;
     for (index_t tile = first; tile < end; tile += step) {
       if (pieces_ == 0) {
-        begin_tile(tile + step, end, stage ^ 1);
+        begin_tile(tile + step, end, stage ^ 1, ahead);
         wait_copies<1>();
       } else {
         wait_copies<0>();
@@ -102,7 +106,7 @@ class staged_means {
       __syncwarp();
       std::uint32_t bits[words];
       bits_.read(shared + bits_place(stage), bits);
-      const float next_scale = scale_of(tile + step + lane_here());
+      const float next_scale = scale_of(ahead);
       float sums[2] = {};
       with_way<Tile, D>(way_, [&]<class Way>() __attribute__((always_inline)) {
         multiply<Way>(tile, end, shared, bits, stage, sums);
@@ -111,8 +115,9 @@ class staged_means {
       if (pieces_ == 0) {
         stage ^= 1;
       } else {
-        begin_tile(tile + step, end, 0);
+        begin_tile(tile + step, end, 0, ahead);
       }
+      ahead = address_of(tile + 2 * step, end);
       if (const index_t i = tile + lane_here(); i < end) out.store(i, (sums[0] + sums[1]) * scale);
       scale = next_scale;
     }
@@ -135,11 +140,16 @@ class staged_means {
       walk.walk_up((min)(value_count_ - piece * piece_values, piece_values), shared, row, visit);
       if (++piece == pieces_) break;
       __syncwarp();  // all have read the piece
-      copy(tile, end, piece, 0);
+      copy(tile, end, piece, 0, address_of(tile, end));
       commit_copies();
       wait_copies<0>();
       __syncwarp();
     }
+  }
+  /// Of the lane's row of a tile; of the tile's first row where there is none, and of row 0 behind all tiles.
+  __device__ __forceinline__ address_type address_of(index_t tile, index_t end) const {
+    const index_t row = tile + lane_here();
+    return bits_.address(row < end ? row : tile < end ? tile : 0);
   }
   __device__ __forceinline__ unsigned values_place(int stage) const {
     return stages_ + unsigned(stage * memory::stage);
@@ -149,24 +159,24 @@ class staged_means {
   }
   /// Begins to copy the bits of 32 rows, and their values or the first piece of them. Rows behind `end` get the first
   /// row's bits and zeros.
-  __device__ __forceinline__ void begin_tile(index_t tile, index_t end, int stage) const {
+  __device__ __forceinline__ void begin_tile(index_t tile, index_t end, int stage, const address_type& own) const {
     if (tile < end) {
-      copy(tile, end, 0, stage);
-      const index_t row = tile + lane_here();
-      bits_.template copy<words>(row < end ? row : tile, address_ + bits_place(stage));
+      copy(tile, end, 0, stage, own);
+      bits_.template copy<words>(own, address_ + bits_place(stage));
     }
     commit_copies();
   }
   /// Begins to copy a piece of 32 rows; rows behind the end become 0.
-  __device__ __forceinline__ void copy(index_t tile, index_t end, int piece, int stage) const {
+  __device__ __forceinline__ void copy(index_t tile, index_t end, int piece, int stage, const address_type& own) const {
     if (pieces_ == 0)
-      copy_chunks<4>(tile, end, 0, values_place(stage));
+      copy_chunks<4>(tile, end, 0, values_place(stage), own);
     else
-      copy_chunks<8>(tile, end, piece, values_place(stage));
+      copy_chunks<8>(tile, end, piece, values_place(stage), own);
   }
   /// Copies pieces of `Chunks` chunks of 16 bytes.
   template <int Chunks>
-  __device__ __forceinline__ void copy_chunks(index_t tile, index_t end, int piece, unsigned stage) const {
+  __device__ __forceinline__ void copy_chunks(index_t tile, index_t end, int piece, unsigned stage,
+                                              const address_type& address) const {
     constexpr int rows = 32 / Chunks, bytes = Chunks * 16;  // of one copy by all lanes, and of a piece
     const int lane = lane_here();
     const auto address_of = [&](int row) {
@@ -179,18 +189,22 @@ class staged_means {
     for (int i = 0; i < 8 / rows; ++i) to[i] = address_of(lane / Chunks + i * rows);
     const unsigned own = unsigned(piece * Chunks + lane % Chunks);  // of the row's chunks
     const index_t row = tile + lane / Chunks;
-    const unsigned chunk = unsigned(row) * chunks_ + own;
+    // In pages a lane's row may lie anywhere: the others are told where.
+    const unsigned chunk = Memory == packed_rows_in::planes
+                               ? unsigned(row) * chunks_ + own
+                               : bits_.page_chunks(address) + unsigned(bits_.in_page(address)) * chunks_;
 #pragma unroll
     for (int i = 0; i < Chunks; ++i) {
       const bool valid = row + i * rows < end && own < chunks_;
+      const unsigned there = Memory == packed_rows_in::planes ? chunk + unsigned(i * rows) * chunks_
+                                                              : __shfl_sync(~0u, chunk, i * rows + lane / Chunks) + own;
       copy_async16(to[i % (8 / rows)] + std::uint32_t(i * rows / 8 * 8 * bytes),
-                   values_ + (valid ? chunk + unsigned(i * rows) * chunks_ : 0u) * std::uint64_t(16), valid,
-                   evict_first_policy());
+                   values_ + (valid ? there : 0u) * std::uint64_t(16), valid, evict_first_policy());
     }
   }
 
   const std::byte* values_;
-  bit_rows bits_;
+  bit_rows<Memory> bits_;
   const float* scales_;
   std::uint32_t address_;
   unsigned stages_;  // where the warp's two begin
@@ -233,7 +247,7 @@ __global__ void __launch_bounds__(scoring_threads, 3)
     const index_t low = (max)(first, begins[s]), high = (min)(last, begins[s + 1]);
     if (low >= high) continue;
     const packed_vectors means = view.segment(sequence, s).means;
-    staged_means<D, Tile> staged(means, head, shared, unsigned(memory::q + warp * memory::warp));
+    staged_means<D, Tile, View::rows_in> staged(means, head, shared, unsigned(memory::q + warp * memory::warp));
     const index_t rows = largest ? rotated.rows : 1, begin = low - begins[s] + warp * 32, end = high - begins[s];
     for (index_t r = 0; r < rows; ++r) {
       staged.begin(begin, end);

@@ -193,13 +193,17 @@ __device__ void encode_side(const encode_problem<View>& p, index_t sequence, ind
   }
   const int first = part == encoded_part::means ? rows : 0, last = rows + (block > 0 ? ceil_div(rows, block) : 0);
   const auto plane_of = [&](int i) -> const packed_vectors& { return i < rows ? to : segment.means; };
-  const auto place_of = [&](int i) { return i < rows ? held + from + i : (held + from) / block + i - rows; };
+  const auto address_of = [&](int i) {
+    const index_t row = i < rows ? held + from + i : (held + from) / block + i - rows;
+    if constexpr (View::rows_in == packed_rows_in::planes) return packed_row_address{0, row};
+    return plane_of(i).locate(row);
+  };
   if (chunk_rows <= max_rows_by_warps) {
 #pragma unroll 1
     for (int i = first + warp; i < last; i += encoding_warps)
-      pack_vector_by_warp<D>(to.format, plane_of(i), head, place_of(i), turned + i * stride);
+      pack_vector_by_warp<D>(to.format, plane_of(i), head, address_of(i), turned + i * stride);
   } else if (thread < last) {
-    pack_vector<D>(to.format, plane_of(thread), head, place_of(thread), turned + thread * stride);
+    pack_vector<D>(to.format, plane_of(thread), head, address_of(thread), turned + thread * stride);
   }
 }
 

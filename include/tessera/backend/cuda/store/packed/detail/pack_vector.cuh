@@ -279,10 +279,11 @@ __device__ inline float fitted_scale(packed_element element, float largest) {
   const float fitted = largest / (element == packed_element::fp8 ? 448.0f : 7.0f);
   return fitted > 1e-30f ? fitted : 1.0f;
 }
-/// Packs one vector, `row` in shared memory, as row i of a plane. By one thread; all threads' planes have one format.
+/// Packs one vector, `row` in shared memory, as the row at an address. By one thread; the vectors of all threads have
+/// one format.
 template <int D>
-__device__ void pack_vector(const packed_format& format, const packed_vectors& to, index_t head, index_t i,
-                            const float* row) {
+__device__ void pack_vector(const packed_format& format, const packed_vectors& to, index_t head,
+                            const packed_row_address& at, const float* row) {
   constexpr int words = thread_choice<D>::words;
   const int kept = int(format.stored_channels);
   std::uint32_t chosen[words];
@@ -290,10 +291,10 @@ __device__ void pack_vector(const packed_format& format, const packed_vectors& t
     thread_choice<D>(row, int(format.groups()), int(format.group)).choose(kept / int(format.group), chosen);
 #pragma unroll
     for (int j = 0; j < words; ++j) {
-      if (j < bit_words(format)) to.own_bits_of(head, i)[j] = chosen[j];
+      if (j < bit_words(format)) to.own_bits_of(head, at)[j] = chosen[j];
     }
   } else {
-    const std::uint32_t* set = to.bits_of(head, i);
+    const std::uint32_t* set = to.set_of(head);
 #pragma unroll
     for (int j = 0; j < words; ++j) chosen[j] = j < bit_words(format) ? set[j] : 0u;
   }
@@ -307,16 +308,17 @@ __device__ void pack_vector(const packed_format& format, const packed_vectors& t
       if (x < infinity) largest = fmaxf(largest, x);
     }
     scale = fitted_scale(format.element, largest);
-    to.scales[to.row(head, i)] = scale;
+    to.scale_of(head, at) = scale;
   }
-  with_element(format.element,
-               [&]<packed_element Element>() { write_values<Element>(walk, kept, row, scale, to.values_of(head, i)); });
+  with_element(format.element, [&]<packed_element Element>() {
+    write_values<Element>(walk, kept, row, scale, to.values_of(head, at));
+  });
 }
 
 /// As `pack_vector`, by a warp, a lane every 32nd group: the latency of one row is less, the work of many is more.
 template <int D>
-__device__ void pack_vector_by_warp(const packed_format& format, const packed_vectors& to, index_t head, index_t i,
-                                    const float* row) {
+__device__ void pack_vector_by_warp(const packed_format& format, const packed_vectors& to, index_t head,
+                                    const packed_row_address& at, const float* row) {
   constexpr int words = thread_choice<D>::words;
   const int group = int(format.group), lane = int(threadIdx.x) % 32;
   std::uint32_t chosen[words] = {};
@@ -324,10 +326,10 @@ __device__ void pack_vector_by_warp(const packed_format& format, const packed_ve
     choose_groups(row, int(format.groups()), group, int(format.stored_channels) / group, chosen);
 #pragma unroll
     for (int j = 0; j < words; ++j) {
-      if (lane == j && j < bit_words(format)) to.own_bits_of(head, i)[j] = chosen[j];
+      if (lane == j && j < bit_words(format)) to.own_bits_of(head, at)[j] = chosen[j];
     }
   } else {
-    const std::uint32_t* set = to.bits_of(head, i);
+    const std::uint32_t* set = to.set_of(head);
 #pragma unroll
     for (int j = 0; j < words; ++j) chosen[j] = j < bit_words(format) ? set[j] : 0u;
   }
@@ -350,11 +352,11 @@ __device__ void pack_vector_by_warp(const packed_format& format, const packed_ve
       if (x < infinity) largest = fmaxf(largest, x);
     });
     scale = fitted_scale(format.element, lanes_max<32>(largest));
-    if (lane == 0) to.scales[to.row(head, i)] = scale;
+    if (lane == 0) to.scale_of(head, at) = scale;
   }
   with_element(format.element, [&]<packed_element Element>() {
     constexpr int bits = written<Element>::bits, in_word = 32 / bits;
-    std::byte* values = to.values_of(head, i);
+    std::byte* values = to.values_of(head, at);
     if constexpr (bits == 4) {
 #pragma unroll 1
       for (int first = 0; first < int(format.stored_channels); first += in_word) {

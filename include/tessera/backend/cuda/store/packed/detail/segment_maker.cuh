@@ -152,7 +152,8 @@ template <class View>
 struct packing_plan {
   sequence_layers owners, ended;                    // owners with rows that are due; owners whose prompts end
   host_vector<kept_bound> left;                     // of the whole rows, by owner
-  host_vector<index_t> due, shares;                 // rows; and how many a new segment gets, 0: they join the last one
+  host_vector<index_t> due;                         // rows
+  host_vector<bool> begins;                         // segments of their own, or they join the last one
   host_vector<host_vector<rows_before>> originals;  // by owner: copies of rows that join a segment
   bool prompt_ends = false;
   host_vector<segment_span<View>> new_spans;  // of new segments
@@ -186,7 +187,8 @@ class segment_maker {
     if constexpr (rotates) {
       // Between steps a segment begins with a whole tail, which may be longer than a prompt's segments.
       const index_t share = (std::min)(layout.rows.segment, tokens);
-      const index_t longest = (std::max)(share, (std::min)(layout.rows.tail.tail, tokens));
+      const index_t longest = index_t(
+          (std::min<offset_t>)((std::max)(layout.rows.longest_segment(), offset_t(layout.rows.tail.tail)), tokens));
       bases_.emplace(formats, kv_heads, layers * ceil_div(tokens, share), longest, device_info::current());
     }
   }
@@ -222,10 +224,12 @@ class segment_maker {
   }
   bool have_bases() const { return !bases_ || (*bases_).are_finite(); }
 
+  /// A segment in the layout's own formats, without bases and sets.
+  segment_record record() const { return {.k = formats_.k, .v = formats_.v, .block = formats_.block}; }
   /// Begins the i-th of the segments in `memory`, of these rows of a sequence, and chooses its sets.
   segment_record begin(const bases_and_sets& memory, std::size_t i, const segment_span<View>& of, sequence_layer owner,
                        cudaStream_t stream) const {
-    segment_record begun{.k = formats_.k, .v = formats_.v, .block = formats_.block};
+    segment_record begun = record();
     if (memory.sets) {
       std::uint32_t* sets = memory.sets->data() + i * sets_.segment_words();
       sets_.choose(of.view, owner, of.first, of.count, sets, stream);

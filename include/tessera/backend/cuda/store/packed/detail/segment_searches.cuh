@@ -36,7 +36,8 @@ class segment_searches {
   void joined(const View&, sequence_layer, index_t, index_t, host_vector<rows_before>, cudaStream_t) {}
   void ended(sequence_layer, std::size_t) {}
   void mark(index_t, cudaStream_t) {}
-  void settle(index_t, segment_store&, bool, cudaStream_t) {}
+  template <class Store>
+  void settle(index_t, Store&, bool, cudaStream_t) {}
   offset_t bytes(sequence_layer) const { return 0; }
   offset_t upper_bound(index_t) const { return 0; }
 };
@@ -72,7 +73,10 @@ class segment_searches<Layout, View> {
     ranges_.open(sequences - 1);
     totals_ = pinned_buffer<double>(sequence_major{layers}.index({0, sequences}) * std::size_t(max_segments));
     blocks_.emplace(std::size_t(kv_heads) * std::size_t(rows.tail.tail) * (Layout::k_dim + Layout::v_dim) * sizeof(T));
-    losses_.emplace(kv_heads, (std::max)(rows.segment, rows_type::own_segment_tokens + rows.tail.tail));
+    losses_.emplace(kv_heads,
+                    index_t((std::min<offset_t>)((std::max<offset_t>)(rows.longest_segment(),
+                                                                      rows_type::own_segment_tokens + rows.tail.tail),
+                                                 max_tokens)));
   }
 
   /// The thread that searches. Copies of a cache share it.
@@ -163,7 +167,8 @@ class segment_searches<Layout, View> {
 
   /// Called between two steps. Replaces segments by the result of a search. Where rows are `due`, a segment that has to
   /// end ends before they join it. Waits for nothing newer than earlier rows. Where memory runs out, nothing changes.
-  void settle(index_t id, segment_store& stored, bool due, cudaStream_t stream) {
+  template <class Store>
+  void settle(index_t id, Store& stored, bool due, cudaStream_t stream) {
     if (!on()) return;
     session& now = sessions_[std::size_t(id)];
     if (now.task && now.task->state() != task_state::waiting) adopt(id, now, stored, stream);
@@ -216,7 +221,8 @@ class segment_searches<Layout, View> {
   }
 
   /// Whether packing has lost enough, in all layers together: a sequence's segments end at one token.
-  bool lost_enough(index_t id, const session& now, const segment_store& stored) const {
+  template <class Store>
+  bool lost_enough(index_t id, const session& now, const Store& stored) const {
     now.packed.wait();
     double lost = 0, allowed = 0;
     for (index_t layer = 0; layer < layers_; ++layer) {
@@ -240,7 +246,8 @@ class segment_searches<Layout, View> {
   }
 
   /// Begins a search; returns whether it began.
-  bool begin(index_t id, session& now, const segment_store& stored, cudaStream_t stream) {
+  template <class Store>
+  bool begin(index_t id, session& now, const Store& stored, cudaStream_t stream) {
     try {
       host_vector<typename search_type::layer_part> parts;
       for (index_t layer = 0; layer < layers_; ++layer) {
@@ -274,7 +281,8 @@ class segment_searches<Layout, View> {
     return true;
   }
 
-  void adopt(index_t id, session& now, segment_store& stored, cudaStream_t stream) {
+  template <class Store>
+  void adopt(index_t id, session& now, Store& stored, cudaStream_t stream) {
     const std::shared_ptr<search_type> over = std::exchange(now.task, nullptr);
     const bool done = over->state() == task_state::done;
     ++(done ? now.report.searched : now.report.unchanged);
@@ -287,7 +295,10 @@ class segment_searches<Layout, View> {
       range& found = ranges_[owner];
       const std::size_t replaced = found.last - found.first, last = std::exchange(found.last, found.first);
       if (replaced == 0 || !done) continue;
-      stored.replace_segments(owner, found.first, last, part.record, part.made, stream);
+      if (!stored.replace_segments(owner, found.first, last, part.record, part.made, stream)) {
+        say(now.report, "the pool has too few pages for segments that were packed anew");
+        continue;
+      }
       *total(owner, stored.segments(owner)[found.first].slot) = part.loss;
       found.settled -= replaced - 1;
     }

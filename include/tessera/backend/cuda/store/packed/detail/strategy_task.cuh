@@ -286,7 +286,7 @@ class strategy_task final : public background_task {
     auto* bits = reinterpret_cast<std::uint8_t*>(to.own_bits_of(head, i));
     channels.choose(row, to.format, bits);
     const float scale = pack_row(to.format, row, bits, to.values_of(head, i));
-    if (to.scales) to.scales[to.row(head, i)] = scale;
+    if (to.scales) to.scale_of(head, i) = scale;
     return bits;
   }
 

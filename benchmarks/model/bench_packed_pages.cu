@@ -1,0 +1,191 @@
+// Packed rows of MosaicKV on the GPU in pages of a shared pool, and in planes; Llama-3.1-8B's heads, bf16.
+//
+//   bench_packed_pages [CONTEXT] [BATCH] [LAYERS] [SEQUENCES] [LONGEST]   262144, 4, 4, 32 and 131072 unless given
+//
+// memory   SEQUENCES sequences of 1,024 to LONGEST tokens in one cache, each length the same factor longer: what they
+//          take in pages, against packed rows, bits, means of blocks, bases and whole tails by formula; what planes set
+//          aside for them; what a fork of the longest takes, at once and after 100 steps
+// steps    of BATCH sequences of CONTEXT tokens, of which a step reads 6.25 %: a layer's part, in pages, in planes and
+//          of Quest over whole rows, in turns; medians
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <vector>
+
+#include "cache_rows.cuh"
+#include "tessera/backend/cuda/cache.cuh"
+#include "tessera/layout/dense_rows.hpp"
+#include "tessera/layout/fixed_pages.hpp"
+#include "tessera/layout/stored.hpp"
+#include "tessera/methods/mosaickv.hpp"
+#include "tessera/methods/quest.hpp"
+
+namespace {
+
+using namespace tessera;
+
+using cache_bench::chunk_tokens, cache_bench::dim, cache_bench::kv_heads, cache_bench::q_heads;
+using cache_bench::median, cache_bench::rows;
+
+using in_planes = mosaickv<bf16, dim>;
+using in_pages = mosaickv<bf16, dim, dim, stored<dense_rows<bf16, dim>, fixed_pages<16>>>;
+
+template <class Method>
+class measured_cache {
+ public:
+  measured_cache(const Method& method, index_t layers, const cuda::cache_options& sizes)
+      : layers_(layers), kv_(model_shape{layers, q_heads, kv_heads}, method, sizes) {}
+
+  /// Writes a prompt, whose queries attend to nothing: only what is stored counts.
+  index_t write(index_t tokens) {
+    const index_t id = kv_.open(nullptr);
+    for (index_t done = 0; done < tokens; done += chunk_tokens) {
+      const index_t some = (std::min)(chunk_tokens, tokens - done);
+      for (index_t layer = 0; layer < layers_; ++layer)
+        kv_.prefill(layer, id, part(given_.q, q_heads, some), part(given_.k, kv_heads, some),
+                    part(given_.k, kv_heads, some), nullptr);
+    }
+    kv_.end_prefill(id, nullptr);
+    return id;
+  }
+  /// Returns the time on the device, in microseconds.
+  double step(const std::vector<index_t>& ids) {
+    const index_t batch_size = index_t(ids.size());
+    const batch now = kv_.prepare_step(ids, 1, nullptr);
+    kv_.begin_step(now, nullptr);
+    begun_.record();
+    for (index_t layer = 0; layer < layers_; ++layer)
+      kv_.decode(layer, now, part(given_.q, q_heads, 1, batch_size), part(given_.k, kv_heads, 1, batch_size),
+                 part(given_.k, kv_heads, 1, batch_size), part(given_.out, q_heads, 1, batch_size), {}, nullptr);
+    done_.record();
+    return begun_.until(done_) / layers_;
+  }
+  cuda::cache<Method, bf16>& operator*() { return kv_; }
+  cuda::cache<Method, bf16>* operator->() { return &kv_; }
+
+ private:
+  struct mark {
+    cudaEvent_t event = nullptr;
+    mark() { cuda::check(cudaEventCreate(&event), "cudaEventCreate"); }
+    ~mark() { cudaEventDestroy(event); }
+    void record() { cuda::check(cudaEventRecord(event, nullptr), "cudaEventRecord"); }
+    double until(const mark& later) const {
+      float ms = 0;
+      cuda::check(cudaEventSynchronize(later.event), "cudaEventSynchronize");
+      cuda::check(cudaEventElapsedTime(&ms, event, later.event), "cudaEventElapsedTime");
+      return 1e3 * double(ms);
+    }
+  };
+  static auto part(const cuda::device_buffer<bf16>& all, index_t heads, index_t tokens, index_t sequences = 1) {
+    return nhd_rows(all.data(), tokens, heads, dim, sequences);
+  }
+  index_t layers_;
+  rows given_;
+  mark begun_, done_;
+  cuda::cache<Method, bf16> kv_;
+};
+
+/// Bytes that a layer of a sequence needs: packed rows with their bits, means, bases, and a whole tail.
+double needed_bytes(index_t tokens) {
+  const auto made = in_pages().layout.rows;
+  const double k = made.key_format().value_bytes() + made.key_format().bit_bytes(),
+               v = made.value_format().value_bytes() + made.value_format().bit_bytes();
+  const index_t packed = made.tail.packed_after_prompt(tokens), block = in_pages().retrieve.mean_block();
+  const double segments = double((packed + made.segment - 1) / made.segment);
+  return kv_heads * (packed * (k + v) + std::ceil(double(packed) / block) * k + segments * 2 * dim * dim * 4 +
+                     (tokens - packed) * 2.0 * dim * 2);
+}
+
+void measure_memory(index_t layers, index_t sequences, index_t longest) {
+  std::vector<index_t> lengths;
+  double tokens = 0, needed = 0;
+  for (index_t i = 0; i < sequences; ++i) {
+    const double share = sequences > 1 ? double(i) / (sequences - 1) : 1;
+    lengths.push_back(index_t(1024 * std::pow(double(longest) / 1024, share)));
+    tokens += lengths.back(), needed += layers * needed_bytes(lengths.back());
+  }
+  cuda::cache_options sizes;
+  sizes.sequences = sequences + 1;
+  sizes.tokens = longest + 1024;
+  sizes.rows = offset_t((tokens * 0.45 + longest + 8192) * layers * kv_heads);
+  measured_cache<in_pages> kv({}, layers, sizes);
+  const offset_t all = kv->available().pages;
+  const double page_bytes = 16.0 * kv_heads * 2 * dim * 2;
+  std::vector<index_t> ids;
+  double sum = 0;
+  for (const index_t length : lengths) ids.push_back(kv.write(length)), sum += double(kv->bytes(ids.back()));
+  const offset_t used = all - kv->available().pages;
+  const double bases = sum - used * page_bytes;
+  std::printf(
+      "memory  %d sequences of 1024 to %d tokens, %.0f in all, %d layers: %.1f MB in pages and bases, %.1f by formula: "
+      "%.3f; whole rows would take %.1f\n",
+      sequences, longest, tokens, layers, (used * page_bytes + bases) / 1e6, needed / 1e6,
+      (used * page_bytes + bases) / needed, tokens * layers * kv_heads * 2 * dim * 2 / 1e6);
+  const auto row = in_pages().layout.rows;
+  const double planes = double(sequences) * sizes.tokens * layers * kv_heads *
+                        (row.key_format().value_bytes() + row.value_format().value_bytes() +
+                         row.key_format().bit_bytes() + row.value_format().bit_bytes());
+  std::printf("        planes set %.1f MB aside for as many sequences of that length\n", planes / 1e6);
+  const offset_t before = kv->available().pages;
+  const double alone = double(kv->bytes(ids.back()));
+  const index_t fork = kv->fork(ids.back());
+  std::printf("fork    of the longest: %lld pages at once", static_cast<long long>(before - kv->available().pages));
+  for (int i = 0; i < 100; ++i) kv.step({fork});
+  std::printf(", after 100 steps %.4f of the sequence\n", (before - kv->available().pages) * page_bytes / alone);
+}
+
+template <class Method>
+std::unique_ptr<measured_cache<Method>> filled(index_t layers, index_t context, index_t batch_size) {
+  Method method;
+  method.set_budget(context / 16);
+  cuda::cache_options sizes;
+  sizes.sequences = batch_size;
+  sizes.tokens = context + 4096;
+  auto made = std::make_unique<measured_cache<Method>>(method, layers, sizes);
+  for (index_t i = 0; i < batch_size; ++i) made->write(context);
+  return made;
+}
+
+void measure_steps(index_t layers, index_t context, index_t batch_size) {
+  const auto pages = filled<in_pages>(layers, context, batch_size);
+  const auto planes = filled<in_planes>(layers, context, batch_size);
+  std::vector<index_t> ids;
+  for (index_t i = 0; i < batch_size; ++i) ids.push_back(i);
+  const auto quests = filled<quest<bf16, dim>>(layers, context, batch_size);
+  std::vector<double> of_pages, of_planes, of_quest;
+  for (int round = 0; round < 60; ++round) {
+    of_pages.push_back(pages->step(ids));
+    of_planes.push_back(planes->step(ids));
+    of_quest.push_back(quests->step(ids));
+  }
+  std::printf(
+      "steps   %d sequences of %d tokens, 6.25 %%: %.1f us a layer in pages, %.1f in planes (%.3f); quest %.1f, of "
+      "planes "
+      "%.2f\n",
+      batch_size, context, median(of_pages), median(of_planes), median(of_pages) / median(of_planes), median(of_quest),
+      median(of_quest) / median(of_planes));
+}
+
+}  // namespace
+
+int main(int count, char** given) {
+  const auto number = [&](int i, int otherwise) { return count > i ? std::atoi(given[i]) : otherwise; };
+  const int context = number(1, 262144), batch_size = number(2, 4), layers = number(3, 4), sequences = number(4, 32),
+            longest = number(5, 131072);
+  if (context < 2048 || batch_size < 1 || layers < 1 || sequences < 1 || longest < 1024) {
+    std::fprintf(stderr,
+                 "bench_packed_pages: expected a context of 2048 tokens or more, at least one sequence and one "
+                 "layer, and longest sequences of 1024 tokens or more\n");
+    return 2;
+  }
+  try {
+    measure_memory(layers, sequences, longest);
+    measure_steps(layers, context, batch_size);
+  } catch (const std::exception& problem) {
+    std::fprintf(stderr, "bench_packed_pages: %s\n", problem.what());
+    return 1;
+  }
+}

@@ -1,0 +1,136 @@
+// Packed rows in pages beside packed rows in planes: random calls give both the same outputs, to the bit.
+#include "backend/cuda/cache/cases/calls_case.hpp"
+#include "support/calls/random_cache_calls.hpp"
+#include "tessera/layout/dense_rows.hpp"
+#include "tessera/layout/fixed_pages.hpp"
+#include "tessera/methods/mosaickv.hpp"
+#include "tessera/methods/think.hpp"
+
+using namespace tessera;
+using namespace gpu_test;
+
+namespace {
+
+constexpr int call_dim = support::cache_call::dim;
+template <int Page>
+using rows_in_pages = stored<dense_rows<bf16, call_dim>, fixed_pages<Page>>;
+
+/// Placements take different memory, which is compared elsewhere.
+template <class Method>
+struct placed_calls final : device_calls<Method> {
+  using device_calls<Method>::device_calls;
+  std::unique_ptr<support::called_cache> copy() const override { return std::make_unique<placed_calls>(*this); }
+  offset_t bytes(index_t) const override { return 0; }
+};
+
+/// The cache of pages and its twin of planes. Each cache of pages has all its pages when its sequences have been closed.
+template <class Paged, class Plain>
+class both_placements {
+ public:
+  both_placements(const model_shape& shape, const cuda::cache_options& options, support::rng random)
+      : shape_(shape), options_(options), random_(random) {}
+  std::unique_ptr<support::called_cache> next() {
+    if (made_++ % 2 == 0) return std::make_unique<placed_calls<Paged>>(shape_, configured<Paged>(), options_);
+    return std::make_unique<placed_calls<Plain>>(shape_, configured<Plain>(), options_);
+  }
+
+ private:
+  template <class Method>
+  Method configured() const {
+    support::rng random = random_;
+    Method made;
+    if (random.chance(0.5)) support::keep_all_elements(made);
+    made.layout.rows.element = random.pick({packed_element::same, packed_element::fp8, packed_element::int4});
+    made.layout.rows.segment = random.pick({32, 64, 65536});
+    if constexpr (requires { made.retrieve.tokens; }) made.set_budget(random.pick({24, 40, 64}));
+    return made;
+  }
+  model_shape shape_;
+  cuda::cache_options options_;
+  support::rng random_;
+  int made_ = 0;
+};
+
+template <class Paged, class Plain>
+void call_both(std::uint64_t seed) {
+  index_t refused = 0;
+  const index_t conversations = support::scaled(40);
+  for (index_t block = 0; block < conversations; ++block) {
+    CAPTURE(seed, block);
+    support::rng random(seed + std::uint64_t(block));
+    const model_shape shape{random.between(1, 3), random.pick({2, 4}), random.pick({1, 2})};
+    cuda::cache_options options;
+    options.sequences = random.between(2, 4);
+    options.tokens = random.pick({64, 128, 300});
+    options.step_tokens = random.pick({1, 4, 8});
+    options.draft_tokens = 16;
+    const support::called_limits limits{true, options.sequences, options.step_tokens, options.tokens, false};
+    both_placements<Paged, Plain> made(shape, options, random);
+    support::called_method known = on_both<Paged>().known;
+    known.read = 24;
+    const support::called_caches caches{shape, known, limits, [&] { return made.next(); }, {}};
+    support::agreement seen;
+    try {
+      REQUIRE(support::wrong_of_random_calls(random, caches, 150, &seen) == "");
+    } catch (const error& refusal) {
+      CHECK_THAT(refusal.what(), contains("; expected "));
+      ++refused;
+    }
+  }
+  CHECK(refused <= conversations / 2);
+}
+
+}  // namespace
+
+TEST_CASE("random calls over packed rows in pages have the outputs of planes, to the bit", "[gpu][calls][packed]") {
+  if (gpu_missing()) return;
+  call_both<mosaickv<bf16, call_dim, call_dim, rows_in_pages<16>>, mosaickv<bf16, call_dim>>(50100);
+}
+TEST_CASE("random calls over packed rows without means in small pages have the outputs of planes",
+          "[gpu][calls][packed]") {
+  if (gpu_missing()) return;
+  call_both<think<bf16, call_dim, call_dim, rows_in_pages<4>>, think<bf16, call_dim>>(50200);
+}
+
+TEST_CASE("packed rows in pages return every page, share them with forks, and say what they take", "[gpu][packed]") {
+  if (gpu_missing()) return;
+  using method = mosaickv<bf16, call_dim, call_dim, rows_in_pages<16>>;
+  const model_shape shape{2, 4, 2};
+  cuda::cache<method> kv(shape, method(), {.sequences = 4, .tokens = 4096});
+  const offset_t all = kv.available().pages;
+  const auto prompt = [&](index_t id, index_t tokens) {
+    const capacity promised = kv.bound({.prompt = tokens, .answer = 0, .step = 1});
+    CHECK(promised.pages <= all);
+    for (index_t layer = 0; layer < shape.layers; ++layer) {
+      const step_rows<bf16> x(1, tokens, shape, call_dim);
+      kv.prefill(layer, id, x.rows(x.dq.data, 4), x.rows(x.dk.data, 2), x.rows(x.dv.data, 2), nullptr);
+    }
+    kv.end_prefill(id, nullptr);
+    CHECK(all - kv.available().pages <= promised.pages);
+  };
+  REQUIRE(kv.open() == 0);
+  prompt(0, 3000);
+  const offset_t taken = all - kv.available().pages, bytes = kv.bytes(0);
+  // 16 values of 64 in bf16 and bits of 64, for K and V.
+  CHECK(bytes >= 2 * 2 * 3000 * 2 * (64 * 2 / 4 + 8));
+  const index_t fork = kv.fork(0);
+  CHECK(all - kv.available().pages == taken);
+  CHECK(kv.bytes(0) + kv.bytes(fork) <= bytes + bytes / 8);  // bases count in both
+  for (int step = 0; step < 70; ++step) {  // both pack tails of their own
+    const batch now = kv.prepare_step({0, fork}, 1, nullptr);
+    kv.begin_step(now, nullptr);
+    for (index_t layer = 0; layer < shape.layers; ++layer) {
+      const step_rows<bf16> x(2, 1, shape, call_dim);
+      buffer<float> out(2 * 4 * call_dim);
+      kv.decode(layer, now, x.rows(x.dq.data, 4), x.rows(x.dk.data, 2), x.rows(x.dv.data, 2),
+                nhd_rows(out.data, 1, 4, call_dim, 2), {}, nullptr);
+    }
+  }
+  CHECK(all - kv.available().pages <= taken + 2 * 2 * 8);
+  kv.close(0);
+  CHECK(kv.bytes(fork) >= bytes - bytes / 10);
+  const cuda::cache<method> copied = kv;
+  kv.close(fork);
+  CHECK(kv.available().pages == all);
+  CHECK(copied.available().pages < all);
+}
