@@ -7,6 +7,8 @@
 //          aside for them; what a fork of the longest takes, at once and after 100 steps
 // steps    of BATCH sequences of CONTEXT tokens, of which a step reads 6.25 %: a layer's part, in pages, in planes and
 //          of Quest over whole rows, in turns; medians
+// turn     of 2,048 tokens behind LONGEST, appended, attended and ended in all layers, beside the same of `full`; the
+//          least of five
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -20,6 +22,7 @@
 #include "tessera/layout/dense_rows.hpp"
 #include "tessera/layout/fixed_pages.hpp"
 #include "tessera/layout/stored.hpp"
+#include "tessera/methods/full.hpp"
 #include "tessera/methods/mosaickv.hpp"
 #include "tessera/methods/quest.hpp"
 
@@ -50,6 +53,19 @@ class measured_cache {
     }
     kv_.end_prefill(id, nullptr);
     return id;
+  }
+  /// The same for the tokens of a turn, with attention. Returns the time until the device is through, in microseconds.
+  double turn(index_t id, index_t tokens) {
+    cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    begun_.record();
+    for (index_t layer = 0; layer < layers_; ++layer) {
+      kv_.prefill(layer, id, part(given_.q, q_heads, tokens), part(given_.k, kv_heads, tokens),
+                  part(given_.k, kv_heads, tokens), nullptr);
+      kv_.prefill_attention(layer, id, part(given_.q, q_heads, tokens), part(given_.out, q_heads, tokens), {}, nullptr);
+    }
+    kv_.end_prefill(id, nullptr);
+    done_.record();
+    return begun_.until(done_);
   }
   /// Returns the time on the device, in microseconds.
   double step(const std::vector<index_t>& ids) {
@@ -108,7 +124,7 @@ void measure_memory(index_t layers, index_t sequences, index_t longest) {
     tokens += lengths.back(), needed += layers * needed_bytes(lengths.back());
   }
   cuda::cache_options sizes;
-  sizes.sequences = sequences + 1;
+  sizes.sequences = sequences + 2;  // a cache that has no sequence left says that no page is available
   sizes.tokens = longest + 1024;
   sizes.rows = offset_t((tokens * 0.45 + longest + 8192) * layers * kv_heads);
   measured_cache<in_pages> kv({}, layers, sizes);
@@ -169,6 +185,23 @@ void measure_steps(index_t layers, index_t context, index_t batch_size) {
       median(of_quest) / median(of_planes));
 }
 
+template <class Method>
+double least_turn(index_t layers, index_t context) {
+  cuda::cache_options sizes;
+  sizes.tokens = context + 6 * chunk_tokens;
+  measured_cache<Method> kv({}, layers, sizes);
+  const index_t id = kv.write(context);
+  double least = kv.turn(id, chunk_tokens);
+  for (int i = 0; i < 4; ++i) least = (std::min)(least, kv.turn(id, chunk_tokens));
+  return least;
+}
+void measure_turn(index_t layers, index_t context) {
+  const double whole = least_turn<full<bf16, dim>>(layers, context), pages = least_turn<in_pages>(layers, context),
+               planes = least_turn<in_planes>(layers, context);
+  std::printf("turn    of %d tokens behind %d: %.0f us a layer in pages, %.0f in planes, full %.0f: %.2f and %.2f\n",
+              chunk_tokens, context, pages / layers, planes / layers, whole / layers, pages / whole, planes / whole);
+}
+
 }  // namespace
 
 int main(int count, char** given) {
@@ -184,6 +217,7 @@ int main(int count, char** given) {
   try {
     measure_memory(layers, sequences, longest);
     measure_steps(layers, context, batch_size);
+    measure_turn(layers, longest);
   } catch (const std::exception& problem) {
     std::fprintf(stderr, "bench_packed_pages: %s\n", problem.what());
     return 1;

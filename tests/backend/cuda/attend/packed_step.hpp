@@ -3,6 +3,7 @@
 
 #include "backend/cuda/store/packed_case.hpp"
 #include "catch.hpp"
+#include "tessera/backend/cuda/attend/packed/unpacked_attention.cuh"
 #include "tessera/backend/cuda/read/means/decode_blocks.cuh"
 
 namespace gpu_test {
@@ -94,6 +95,26 @@ struct packed_step {
     if (got.size() > 0 && step.ready) CHECK(same_bits(got, out.get()));
     cudaStreamDestroy(stream);
     compare(got, got_lse, lists, unit, tolerance);
+  }
+
+  /// The same of all rows, by pieces that are turned back.
+  void check_prompt(index_t piece, index_t slice, double tolerance) {
+    using view_type = typename packed_batch<T, D, Dv>::view_type;
+    const index_t q_heads = batch.heads() * group;
+    REQUIRE(batch.sequences() == 1);
+    const cuda::unpacked_attention<typename view_type::whole_type, float> attend({1, q_heads, batch.heads()}, 4096,
+                                                                                 device, piece, slice);
+    buffer<float> out(std::size_t(tokens * q_heads) * Dv), lse(std::size_t(tokens * q_heads));
+    out.fill(0xff), lse.fill(0xff);
+    cuda::prefill_problem<view_type, float> problem{batch.view(),
+                                                    queries(),
+                                                    d_first.data,
+                                                    rule,
+                                                    nhd_rows(out.data, tokens, q_heads, Dv),
+                                                    nhd_rows(lse.data, tokens, q_heads, 1)};
+    problem.view.packed = batch.packed(0);
+    attend.run(problem, nullptr);
+    compare(out.get(), lse.get(), {}, 1, tolerance);
   }
 
   /// Outputs [sequences, tokens, q_heads, Dv] and log-sum-exps against attention in double over what is stored.

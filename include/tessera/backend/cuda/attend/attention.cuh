@@ -13,6 +13,7 @@
 #include "../store/packed/packed_store.cuh"
 #include "decode/decode_attention.cuh"
 #include "packed/packed_attention.cuh"
+#include "packed/unpacked_attention.cuh"
 #include "prefill/prefill_attention.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -65,13 +66,15 @@ class attention {
 };
 
 /// Attention over packed rows. A first prompt is attended like plain rows, and so are layers that never pack. A later
-/// turn's prompt attends to segments and whole rows with the decode step's kernel, a few tokens at a time. Steps that
-/// read everything use that kernel too.
+/// turn's prompt attends to segments and whole rows with the decode step's kernel, a few tokens at a time; a longer one
+/// to pieces of segments that are turned back into whole rows. Steps that read everything use the decode step's kernel.
 template <class Whole, packed_rows_in Memory, class Out>
 class attention<packed_view<Whole, Memory>, packed_view<Whole, Memory>, Out> {
   using view_type = packed_view<Whole, Memory>;
   using T = typename view_type::element_type;
   static constexpr index_t rows_at_once = 64;  // query rows of a prompt per kv_head and launch; bounds the scratch
+  /// Longer chunks attend to rows that are turned back.
+  static constexpr index_t launches_before_unpacking = 2;
 
   struct operation {
     index_t tokens;
@@ -101,7 +104,8 @@ class attention<packed_view<Whole, Memory>, packed_view<Whole, Memory>, Out> {
             const Recipe& recipe)
       : plain_(shape, reading_heads, options, device, recipe),
         prompt_(shape, 1, (std::max<index_t>)(1, rows_at_once / (shape.q_heads / shape.kv_heads)),
-                max_segments(recipe.layout, options.tokens), recipe.layout, device) {
+                max_segments(recipe.layout, options.tokens), recipe.layout, device),
+        unpacked_(shape, options.tokens, device) {
     if constexpr (!Recipe::retrieve_type::retrieves) {
       step_.emplace(shape, options.sequences, options.step_tokens, max_segments(recipe.layout, options.tokens),
                     recipe.layout, device);
@@ -110,6 +114,9 @@ class attention<packed_view<Whole, Memory>, packed_view<Whole, Memory>, Out> {
 
   void prompt(const prefill_problem<view_type, Out>& p, cudaStream_t stream) const {
     if (p.view.packed == 0) return plain_.prompt({p.view.whole, p.q, p.first_position, p.rule, p.out, p.lse}, stream);
+    require(!p.lse.data || p.lse.tokens == p.q.tokens, "lse [sequences, tokens, q_heads]", shape_text(p.lse),
+            shape_text(p.q), "give lse the shape of q, or no data");
+    if (p.q.tokens > launches_before_unpacking * prompt_.tokens) return unpacked_.run(p, stream);
     for (index_t done = 0; done < p.q.tokens; done += prompt_.tokens) {
       const auto some = [&](auto rows) {
         if (rows.data) rows.data += done * rows.token_stride;
@@ -131,6 +138,7 @@ class attention<packed_view<Whole, Memory>, packed_view<Whole, Memory>, Out> {
  private:
   attention<Whole, Whole, Out> plain_;
   operation prompt_;
+  unpacked_attention<Whole, Out> unpacked_;
   std::optional<operation> step_;  // only for recipes whose steps read everything; others attend after the selection
   device_buffer<index_t> position_{1};
 };
