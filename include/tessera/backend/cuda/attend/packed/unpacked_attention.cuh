@@ -82,7 +82,7 @@ class unpacked_attention {
 
  public:
   /// `tokens`: the most that a sequence stores, or a chunk has. `piece`: slots that are turned back at a time, a power
-  /// of two; `slice`: tokens of a chunk that attend to them.
+  /// of two from 128 on; `slice`: tokens of a chunk that attend to them.
   unpacked_attention(const model_shape& shape, index_t tokens, const device_info& device, index_t piece = 16384,
                      index_t slice = 2048)
       : piece_(power_of_two(tokens, piece)),
@@ -109,7 +109,7 @@ class unpacked_attention {
         const index_t count = (std::min)(piece_, p.view.packed - first);
         unpack_slots(p.view, first, count, rows_.view(), rows_.lengths(), stream);
         attend(rows_.view(), q, add_number(position_.data(), p.first_position, done - first, 1, stream), p.rule,
-               first > 0, stream);
+               first > 0 ? 1 : 0, stream);
         if (first > 0) merge_parts<Dv>(parts, nullptr, output(0, q.tokens), sums(0, q.tokens), stream);
       }
       // Positions of whole rows count from 0 where they do not come from a column.
@@ -122,9 +122,9 @@ class unpacked_attention {
 
  private:
   /// Slots of a piece, which may be a page.
-  static index_t power_of_two(index_t tokens, index_t most) {
-    index_t slots = 1;
-    while (slots < most && slots < tokens) slots *= 2;
+  static index_t power_of_two(index_t tokens, index_t piece) {
+    index_t slots = 128;  // the kernel of prompts loads as many at a time
+    while (slots < piece && slots < tokens) slots *= 2;
     return slots;
   }
   rows_view<float> output(int part, index_t tokens) const {

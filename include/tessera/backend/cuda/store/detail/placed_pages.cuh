@@ -148,7 +148,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
   const counted_pages& counted() const { return counted_; }
   /// Adds `more` pages to `to`, which has memory for them. Errors: fewer are free, and nothing changes.
   void acquire_pages(offset_t more, host_vector<index_t>& to) {
-    require_free(more, offset_t(pages_) - counted_.used() - planned_);
+    require_free(more, offset_t(pages_) - counted_.used());  // a plan of rows comes later, if any
     for (; more > 0; --more) to.push_back(counted_.acquire());
     peak_used_ = (std::max)(peak_used_, offset_t(counted_.used()));
   }

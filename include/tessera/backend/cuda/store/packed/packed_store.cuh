@@ -20,8 +20,8 @@ namespace cuda {
 /// dropped from segments: all heads have equal lengths, which the host knows.
 /// Full tails are packed between two steps: sequences of a batch fill theirs at different steps, and a recorded step
 /// would launch the packing for all of them in every layer.
-/// Memory   segments of every (layer, sequence) for `tokens` tokens, whole rows as in a kv_store, and bases when
-///          segments begin: 4 * channels * dim bytes for K and V of a head.
+/// Memory   whole rows as in a kv_store; segments in pages of the same pool, or, in planes, of every (layer, sequence)
+///          for `tokens` tokens; and bases when segments begin: 4 * channels * dim bytes for K and V of a head.
 /// Errors   when made, what the device does not pack; later, a second moment with NaN or infinity: tessera::error.
 template <packing_layout Layout>
 class kv_store<Layout> : public whole_and_packed<Layout> {
@@ -74,7 +74,10 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
     }
   }
   bool moves() const { return whole_.moves(); }
-  void abandon() { whole_.abandon(), packed_.forget_plan(); }
+  void abandon() {
+    whole_.abandon();
+    packed_.forget_plan();
+  }
   void commit_room(const sequence_layers& owners, cudaStream_t stream) {
     const bool itself = std::count(owners.begin(), owners.end(), beside_.owner) > 0;
     if (beside_.is_under_way() && (itself || whole_.moves())) stream_beside_.hold(stream);
@@ -190,13 +193,13 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
       return;
     packing_plan plan;
     add_spans(plan.new_spans, owner, due, true);
-    if (!plan_new_segments(plan.new_spans, packed_owner(owner))) return;
     layer_beside made{owner, due, {}};
     made.segments.reserve(plan.new_spans.size());
     packed_.make_room(packed_owner(owner), plan.new_spans.size());
     const bases_and_sets memory = maker_.memory_for(plan.new_spans.size());
-    const cudaStream_t beside = stream_beside_.begin(stream);
+    if (!plan_new_segments(plan.new_spans, packed_owner(owner))) return;
     try {
+      const cudaStream_t beside = stream_beside_.begin(stream);
       maker_.start_bases(plan.new_spans, memory, beside);
       for (std::size_t i = 0; i < plan.new_spans.size(); ++i) {
         segment_record begun = maker_.begin(memory, i, plan.new_spans[i], packed_owner(owner), beside);
@@ -210,7 +213,8 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
       stream_beside_.end();
     } catch (...) {
       stream_beside_.drain();
-      packed_.forget_unseen(made.segments), packed_.forget_plan();
+      packed_.forget_unseen(made.segments);
+      packed_.forget_plan();
       throw;
     }
     beside_ = std::move(made);
@@ -229,6 +233,9 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
       whole_.plan_keep({owner}, {kept});
     } catch (const error&) {
       return packed_.forget_unseen(made.segments);
+    } catch (...) {
+      packed_.forget_unseen(made.segments);
+      throw;
     }
     for (segment_record& record : made.segments) packed_.add_segment(packed_owner(owner), std::move(record), stream);
     searches_.ended(packed_owner(owner), packed_.segments(packed_owner(owner)).size());
@@ -250,9 +257,14 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
   const segment_searches<Layout, view_type>& searches() const { return searches_; }
 
   void plan_copy(index_t from, index_t to, cudaStream_t stream) {
-    for (index_t layer = 0; layer < packing_.count; ++layer) packed_.plan_copy(layer, from, to);
-    searches_.copy(from, to);
-    plan_whole([&] { whole_.plan_copy(from, to); }, stream);
+    plan_whole([&] { whole_.plan_copy(from, to); }, stream);  // it may add the segments of the layer beside
+    try {
+      for (index_t layer = 0; layer < packing_.count; ++layer) packed_.plan_copy(layer, from, to);
+      searches_.copy(from, to);
+    } catch (...) {
+      abandon();
+      throw;
+    }
   }
   void commit_copy(index_t from, index_t to, cudaStream_t stream) {
     if (beside_.is_under_way()) stream_beside_.hold(stream);
@@ -266,7 +278,11 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
     searches_.mark(to, stream);
   }
   void clear(index_t id, cudaStream_t stream) {
-    if (beside_.owner.id == id) stream_beside_.wait(), packed_.forget_unseen(beside_.segments), beside_ = {};
+    if (beside_.owner.id == id) {
+      stream_beside_.wait();
+      packed_.forget_unseen(beside_.segments);
+      beside_ = {};
+    }
     whole_.clear(id, stream);
     searches_.clear(id);
     for (index_t layer = 0; layer < packing_.count; ++layer) {
@@ -321,6 +337,9 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
     } catch (const error&) {
       packed_.forget_plan();
       return false;
+    } catch (...) {
+      packed_.forget_plan();
+      throw;
     }
     return true;
   }

@@ -11,6 +11,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
+enum class unpacked_rows { keys, values };
 inline constexpr int unpacked_together = 64, unpacking_warps = 4, unpacking_threads = unpacking_warps * 32;
 
 /// A stored value of a row, without its scale.
@@ -47,7 +48,7 @@ __device__ __forceinline__ void scatter_values(const packed_vectors& from, index
 /// A block writes up to 64 slots of one kv_head, of those from `first` on, to `target`: keys where blockIdx.z is 0,
 /// else values. Each segment's rows among them are spread out in shared memory and turned back together: a warp has
 /// every fourth group of 8 elements.
-template <class View, class Whole, int D, bool Keys>
+template <class View, class Whole, int D, unpacked_rows Rows>
 __device__ void unpack_side(const View& view, index_t first, index_t count, const Whole& target,
                             unsigned char* shared) {
   using T = typename View::element_type;
@@ -63,7 +64,7 @@ __device__ void unpack_side(const View& view, index_t first, index_t count, cons
     const device_segment& segment = view.segment(0, s);
     const index_t length = segment.rows[head], from = (max)(low, before), to = (min)(low + rows, before + length);
     if (from < to) {
-      const packed_vectors& vectors = Keys ? segment.k : segment.v;
+      const packed_vectors& vectors = Rows == unpacked_rows::keys ? segment.k : segment.v;
       const float* basis = vectors.basis_of(head, D);
       const int channels = int(vectors.format.channels), depth = (channels + 15) / 16 * 16;
       __syncthreads();
@@ -80,7 +81,8 @@ __device__ void unpack_side(const View& view, index_t first, index_t count, cons
       __syncthreads();
       const auto write = [&](int row, int d, float x, float y) {
         if (row < own_first || row >= own_end) return;
-        auto* at = (Keys ? target.key(0, head, begin + row) : target.value(0, head, begin + row)) + d;
+        auto* at =
+            (Rows == unpacked_rows::keys ? target.key(0, head, begin + row) : target.value(0, head, begin + row)) + d;
         *reinterpret_cast<std::uint32_t*>(at) = pack_pair<T>(x * scales[row], y * scales[row]);
       };
       if (!basis) {
@@ -140,9 +142,9 @@ __global__ void __launch_bounds__(unpacking_threads)
   __shared__ __align__(16) unsigned char shared[unpacked_together * ((larger + 8) * 2 + sizeof(float))];
   if (blockIdx.x == 0 && blockIdx.z == 0 && threadIdx.x == 0) lengths[blockIdx.y] = count;
   if (blockIdx.z == 0)
-    unpack_side<View, Whole, k_dim, true>(view, first, count, target, shared);
+    unpack_side<View, Whole, k_dim, unpacked_rows::keys>(view, first, count, target, shared);
   else
-    unpack_side<View, Whole, v_dim, false>(view, first, count, target, shared);
+    unpack_side<View, Whole, v_dim, unpacked_rows::values>(view, first, count, target, shared);
 }
 
 }  // namespace detail
@@ -151,7 +153,7 @@ __global__ void __launch_bounds__(unpacking_threads)
 /// as slots from 0 on of `target`, which has room for them. Channels that were not stored count as 0; elements are
 /// rounded to the cache's type once.
 /// Shapes   lengths [kv_heads], on the device: `count` is written.
-/// Errors   before the launch: slots that are not packed, rows not on 4 bytes: tessera::error.
+/// Errors   before the launch: slots that are not packed, rows not on 16 bytes: tessera::error.
 /// Cost     one launch; packed rows are read once, a basis once for 64 rows.
 template <class View, class Whole>
 void unpack_slots(const View& view, index_t first, index_t count, const Whole& target, index_t* lengths,
@@ -160,6 +162,8 @@ void unpack_slots(const View& view, index_t first, index_t count, const Whole& t
                 "tessera: rows that are packed on the device are raw rows of 16 bits");
   require(first >= 0 && count >= 0 && first + count <= view.packed, "packed slots", first + count,
           "at most " + std::to_string(view.packed), "pass slots that are packed");
+  require_rows_on_16_bytes("whole keys", target.k, target.k_strides);
+  require_rows_on_16_bytes("whole values", target.v, target.v_strides);
   if (count == 0) return;
   launch(detail::unpack_slots_entry<View, Whole>,
          {.blocks = dim3(unsigned(ceil_div(count, detail::unpacked_together)), unsigned(view.whole.kv_heads), 2),

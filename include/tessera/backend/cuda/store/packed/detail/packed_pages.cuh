@@ -34,12 +34,11 @@ class packed_pages {
   }
 
   /// Errors   a pool of 64 GiB or more: kernels number its pieces of 16 bytes in 32 bits. tessera::error.
-  void use(Rows& pool) {
-    const offset_t bytes = pool.pages() * (Rows::k_page_bytes(heads_) + Rows::v_page_bytes(heads_));
+  static void check_pool(offset_t bytes) {
     require(bytes < offset_t(1) << 36, "GiB of a pool with packed rows", bytes >> 30, "fewer than 64",
             "lower cache_options::rows, or take a layout in runs");
-    pool_ = &pool;
   }
+  void use(Rows& pool) { pool_ = &pool; }
 
   void point(device_segment& to, std::size_t entry, std::size_t i, const segment_record& record) const {
     const offset_t k_bytes = Rows::k_page_bytes(heads_), v_bytes = Rows::v_page_bytes(heads_);

@@ -19,6 +19,7 @@ namespace cuda {
 ///   use(pool)                          called when made, copied or moved: pages come from this pool of whole rows
 ///   point(segment, entry, i, record)   sets where the rows and means of an entry's i-th segment lie
 ///   plan(record, rows), forget()       what `grow` will need for so many more rows; errors: too little memory
+///   check_pool(bytes)                  errors: a pool that is too large
 ///   pool_rows(formats, entries, kv_heads, tokens, segments)   whole rows of a pool's pages that suffice
 ///   planned_pages()                    pages that are planned
 ///   grow(entry, i, record, rows, stream)   gives a segment memory for more rows, which it does not count yet; calls
@@ -71,6 +72,7 @@ class packed_planes {
   }
   offset_t bytes() const { return k_.bytes() + v_.bytes() + means_.bytes(); }
 
+  static void check_pool(offset_t) {}
   static constexpr offset_t pool_rows(const segment_formats&, offset_t, offset_t, index_t, index_t) { return 0; }
 
  private:

@@ -19,8 +19,8 @@ namespace cuda {
 /// hold. When an entry of planes is cleared, an entry that still reads its rows copies them to its own planes.
 /// Appended rows are planned first: `plan_rows` for each, then `grew` in the same order, or `forget_plan`.
 ///
-/// Memory   all of it when made, but for bases and sets. Copies are independent. They share bases, which are written
-///          once.
+/// Memory   tables when made, rows as `Memory` says; bases and sets when segments begin. Copies are independent. They
+///          share bases, which are written once.
 template <class Memory>
 class segment_store {
  public:
@@ -88,9 +88,15 @@ class segment_store {
   /// `like`.   Errors   too little memory: tessera::error, and nothing has changed.
   void plan_rows(sequence_layer owner, const segment_record& like, bool begins, index_t rows) {
     auto& all = records_[order_.index(owner)];
-    begins || all.empty() ? memory_.plan(like.without_rows(), rows) : memory_.plan(all.back(), rows);
+    if (begins || all.empty())
+      memory_.plan(like.without_rows(), rows);
+    else
+      memory_.plan(all.back(), rows);
   }
-  void forget_plan() { memory_.forget(); }
+  void forget_plan() {
+    memory_.forget();
+    for (auto& records : copied_) records.clear();
+  }
   /// Pages that are planned and that nothing holds yet.
   offset_t planned_pages() const { return memory_.planned_pages(); }
   /// Begins a segment without rows. The record has its bases and sets; this sets where its rows will lie.
@@ -124,6 +130,7 @@ class segment_store {
   }
   /// Adds a segment of `rows` rows, which the caller writes.   Errors   as plan_rows.
   void add_loaded(sequence_layer owner, segment_record record, index_t rows, cudaStream_t stream) {
+    forget_plan();
     segment_record begun = behind(owner, std::move(record), {});
     make_room(owner, 1);
     memory_.plan(begun, rows);
@@ -153,7 +160,10 @@ class segment_store {
       memory_.share(record, entry);
       records_[entry].push_back(std::move(record));
       const std::size_t i = records_[entry].size() - 1;
-      i < shared || records_[entry][i].home == entry ? write_entry(entry, i, stream) : take_over(entry, i, stream);
+      if (i < shared || records_[entry][i].home == entry)
+        write_entry(entry, i, stream);
+      else
+        take_over(entry, i, stream);
     }
     copied_[std::size_t(layer)].clear();
   }
@@ -178,6 +188,7 @@ class segment_store {
     record.first_row = all[first].first_row, record.slot = all[first].slot, record.rows = 0, record.home = entry;
     index_t rows = 0;
     for (std::size_t i = first; i < last; ++i) rows += all[i].rows;
+    forget_plan();
     try {
       memory_.plan(record, rows);
     } catch (...) {

@@ -39,12 +39,7 @@ class whole_and_packed {
         tokens_(tokens),
         with_(with),
         packing_(layers, roles),
-        whole_(layers, sequences, kv_heads, tokens,
-               rows > 0
-                   ? rows
-                   : whole_store::rows_type::rows_for(where, layers * sequences, kv_heads, tokens) +
-                         memory_type::pool_rows(formats(), packing_.count * sequences, kv_heads, tokens, segments()),
-               with, where),
+        whole_(layers, sequences, kv_heads, tokens, pool_rows(where, layers, sequences, rows), with, where),
         packed_(formats(), packing_.count, sequences, kv_heads, segments(),
                 memory_type(formats(), packing_.count, sequences, kv_heads, tokens, segments())) {
     packed_.use(whole_.rows());
@@ -162,6 +157,16 @@ class whole_and_packed {
   segments_type packed_;
 
  private:
+  /// Rows of the pool; `rows` 0: enough for everything.   Errors   the memory's check_pool.
+  offset_t pool_rows(const typename Layout::placement_type& where, index_t layers, index_t sequences,
+                     offset_t rows) const {
+    if (rows == 0) {
+      rows = whole_store::rows_type::rows_for(where, layers * sequences, heads_, tokens_) +
+             memory_type::pool_rows(formats(), packing_.count * sequences, heads_, tokens_, segments());
+    }
+    memory_type::check_pool(rows * whole_layout<Layout>::token_bytes());
+    return rows;
+  }
   segment_formats formats() const { return formats_of(layout_, with_.mean_block); }
   index_t segments() const { return max_segments(layout_, tokens_); }
 };
