@@ -111,7 +111,8 @@ double needed_bytes(index_t tokens) {
                v = made.value_format().value_bytes() + made.value_format().bit_bytes();
   const index_t packed = made.tail.packed_after_prompt(tokens), block = in_pages().retrieve.mean_block();
   const double segments = double((packed + made.segment - 1) / made.segment);
-  return kv_heads * (packed * (k + v) + std::ceil(double(packed) / block) * k + segments * 2 * dim * dim * 4 +
+  const double basis = double(made.key_format().channels + made.value_format().channels) * dim * 4;
+  return kv_heads * (packed * (k + v) + std::ceil(double(packed) / block) * k + segments * basis +
                      (tokens - packed) * 2.0 * dim * 2);
 }
 
