@@ -81,10 +81,14 @@ if(TARGET test_methods)
   list(JOIN calls ", " calls)
   configure_file(tests/methods/support/registry.cpp.in test_methods/registry.cpp @ONLY)
   tessera_join_units(units "${PROJECT_BINARY_DIR}/test_methods/methods" cpp 8 ${files})
-  target_sources(test_methods PRIVATE ${units} "${PROJECT_BINARY_DIR}/test_methods/registry.cpp" tests/methods/support/entries.cpp
-                 tests/methods/support/mixtures.cpp)
   configure_file(tests/methods/support/every_method.hpp.in test_methods/every_method.hpp @ONLY)
   target_include_directories(tessera_testing PUBLIC "${PROJECT_BINARY_DIR}/test_methods")
+  add_library(tessera_test_methods STATIC ${units} "${PROJECT_BINARY_DIR}/test_methods/registry.cpp"
+              tests/methods/support/entries.cpp tests/methods/support/mixtures.cpp)
+  target_link_libraries(tessera_test_methods PUBLIC tessera_testing)
+  target_compile_options(tessera_test_methods PRIVATE "$<$<CONFIG:Release>:-O2>")
+  target_link_libraries(test_methods PRIVATE tessera_test_methods)
+  target_link_libraries(test_methods_layouts PRIVATE tessera_test_methods)
 
   # Parts of pages that the library itself says; further methods are on none of them.
   if(NOT TESSERA_MORE_METHODS)
