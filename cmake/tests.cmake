@@ -126,6 +126,8 @@ foreach(program IN LISTS test_programs)
     add_test(NAME test_methods COMMAND test_methods "~[allocations]")
     add_test(NAME test_methods_allocations COMMAND test_methods "[allocations]")
     list(APPEND entries test_methods_allocations)
+  elseif(program STREQUAL test_methods_layouts)  # with the methods come their own tests, which have run
+    add_test(NAME test_methods_layouts COMMAND test_methods_layouts "[layouts]")
   else()
     add_test(NAME ${program} COMMAND ${program})
   endif()

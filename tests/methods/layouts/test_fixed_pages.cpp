@@ -106,6 +106,7 @@ void as_over_runs() {
 }  // namespace
 
 TEST_CASE(
-    "every method over fixed pages, from fork to fork, keeps, reads and answers as it does over runs, bit for bit") {
+    "every method over fixed pages, from fork to fork, keeps, reads and answers as it does over runs, bit for bit",
+    "[layouts]") {
   for_every_method<fp32, dim, paged>([]<class Method>() { as_over_runs<Method>(); });
 }
