@@ -45,8 +45,8 @@ foreach(program test_methods test_cache)
     target_compile_options(${program} PRIVATE "$<$<CONFIG:Release>:-O2>")
   endif()
 endforeach()
-# Little to run, and much to compile: every method in every layout, its bytes, a cache that fails. Not optimised, it takes a third of the time.
-foreach(program test_cache_allocated test_methods_layouts test_support_calls)
+# Little to run, and much to compile: bytes of every method in every layout, a cache that fails. Not optimised, it takes a third of the time.
+foreach(program test_cache_allocated test_support_calls)
   if(TARGET ${program})
     target_compile_options(${program} PRIVATE "$<$<CONFIG:Release>:-O0>")
   endif()
@@ -81,14 +81,10 @@ if(TARGET test_methods)
   list(JOIN calls ", " calls)
   configure_file(tests/methods/support/registry.cpp.in test_methods/registry.cpp @ONLY)
   tessera_join_units(units "${PROJECT_BINARY_DIR}/test_methods/methods" cpp 8 ${files})
+  target_sources(test_methods PRIVATE ${units} "${PROJECT_BINARY_DIR}/test_methods/registry.cpp" tests/methods/support/entries.cpp
+                 tests/methods/support/mixtures.cpp)
   configure_file(tests/methods/support/every_method.hpp.in test_methods/every_method.hpp @ONLY)
   target_include_directories(tessera_testing PUBLIC "${PROJECT_BINARY_DIR}/test_methods")
-  add_library(tessera_test_methods STATIC ${units} "${PROJECT_BINARY_DIR}/test_methods/registry.cpp"
-              tests/methods/support/entries.cpp tests/methods/support/mixtures.cpp)
-  target_link_libraries(tessera_test_methods PUBLIC tessera_testing)
-  target_compile_options(tessera_test_methods PRIVATE "$<$<CONFIG:Release>:-O2>")
-  target_link_libraries(test_methods PRIVATE tessera_test_methods)
-  target_link_libraries(test_methods_layouts PRIVATE tessera_test_methods)
 
   # Parts of pages that the library itself says; further methods are on none of them.
   if(NOT TESSERA_MORE_METHODS)
@@ -126,8 +122,6 @@ foreach(program IN LISTS test_programs)
     add_test(NAME test_methods COMMAND test_methods "~[allocations]")
     add_test(NAME test_methods_allocations COMMAND test_methods "[allocations]")
     list(APPEND entries test_methods_allocations)
-  elseif(program STREQUAL test_methods_layouts)  # with the methods come their own tests, which have run
-    add_test(NAME test_methods_layouts COMMAND test_methods_layouts "[layouts]")
   else()
     add_test(NAME ${program} COMMAND ${program})
   endif()

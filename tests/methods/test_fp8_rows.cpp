@@ -46,11 +46,11 @@ void as_over_decoded_rows() {
 
 }  // namespace
 
-TEST_CASE("every method over fp8 rows in pages does as over the decoded values", "[layouts]") {
+TEST_CASE("every method over fp8 rows in pages does as over the decoded values") {
   for_every_method<fp32, dim, in_pages>([]<class Method>() { as_over_decoded_rows<Method>(); });
 }
 
-TEST_CASE("methods over fp8 rows in runs do as over the decoded values", "[layouts]") {
+TEST_CASE("methods over fp8 rows in runs do as over the decoded values") {
   as_over_decoded_rows<h2o<fp32, dim, dim, in_runs>>();
   as_over_decoded_rows<rocketkv_mt<fp32, dim, dim, in_runs>>();
   as_over_decoded_rows<sparq<fp32, dim, dim, in_runs>>();

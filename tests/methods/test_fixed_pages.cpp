@@ -106,7 +106,6 @@ void as_over_runs() {
 }  // namespace
 
 TEST_CASE(
-    "every method over fixed pages, from fork to fork, keeps, reads and answers as it does over runs, bit for bit",
-    "[layouts]") {
+    "every method over fixed pages, from fork to fork, keeps, reads and answers as it does over runs, bit for bit") {
   for_every_method<fp32, dim, paged>([]<class Method>() { as_over_runs<Method>(); });
 }
