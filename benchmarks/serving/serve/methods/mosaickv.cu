@@ -10,8 +10,10 @@ outcome serve_mosaickv(const serving_case& given) {
   setup.pooled = std::min(1.0, 0.33 + 96 / counts.mean_own);
   // Each segment has a basis of keys and one of values for every head of every layer.
   const engine::llama_config& config = given.model.config();
-  setup.later_bytes = double(tessera::ceil_div(counts.longest, setup.method.layout.rows.segment)) *
-                      config.num_hidden_layers * config.num_key_value_heads * 2 * head_dim * head_dim * sizeof(float);
+  const auto& rows = setup.method.layout.rows;
+  const double basis = double(rows.key_format().channels + rows.value_format().channels) * head_dim * sizeof(float);
+  setup.later_bytes = double(tessera::ceil_div(counts.longest, rows.segment)) * config.num_hidden_layers *
+                      config.num_key_value_heads * basis;
   return serve_on_device(std::move(setup), given);
 }
 

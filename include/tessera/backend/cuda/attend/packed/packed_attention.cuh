@@ -35,7 +35,8 @@ struct merge_memory {
   static constexpr bool holds_bases = Tables == merge_tables::shared && Dv <= 128;
   static constexpr int basis = holds_bases ? Dv * merged_columns : 0;  // of one segment
   static constexpr int weights = 0;
-  int tables, segments, runs, table_words;  // where tables begin in shared memory, and where they have theirs
+  int tables;                       // where the tables begin in shared memory
+  int segments, runs, table_words;  // where these begin among the tables, and the words of all tables
   TESSERA_HD merge_memory(index_t parts, index_t max_segments)
       : tables(bases + (max_segments < merging_groups ? int(max_segments) : merging_groups) * basis),
         segments(weights + int(parts) * merged_rows),

@@ -26,21 +26,21 @@ __device__ __forceinline__ float unscaled_value(const std::byte* values, index_t
 /// Writes the values of one row, without its scale, to the channels that they belong to, by one warp: a lane has every
 /// 32nd group of channels. Other channels are not written.
 template <class T>
-__device__ __forceinline__ void scatter_values(const packed_vectors& from, index_t head, const packed_row_address& at,
-                                               int lane, T* to) {
-  const packed_format& format = from.format;
-  const std::byte* values = from.values_of(head, at);
-  const std::uint32_t* bits = format.own_bits ? from.own_bits_of(head, at) : from.set_of(head);
+__device__ __forceinline__ void scatter_values(const packed_vectors& vectors, index_t head,
+                                               const packed_row_address& address, int lane, T* spread) {
+  const packed_format& format = vectors.format;
+  const std::byte* values = vectors.values_of(head, address);
+  const std::uint32_t* bits = format.own_bits ? vectors.own_bits_of(head, address) : vectors.set_of(head);
   const int group = int(format.group), words = int(bit_words(format));
   with_element(format.element, [&]<packed_element Element>() {
-    int before = 0;
+    int earlier = 0;
 #pragma unroll 4
     for (int word = 0; word < words; ++word) {
       const std::uint32_t set = bits[word];
-      const int stored = (before + __popc(set & ((1u << lane) - 1u))) * group, channel = (word * 32 + lane) * group;
+      const int stored = (earlier + __popc(set & ((1u << lane) - 1u))) * group, channel = (word * 32 + lane) * group;
       for (int c = 0; (set >> lane & 1u) && c < group; ++c)
-        to[channel + c] = T(unscaled_value<Element>(values, stored + c));
-      before += __popc(set);
+        spread[channel + c] = T(unscaled_value<Element>(values, stored + c));
+      earlier += __popc(set);
     }
   });
 }
@@ -59,11 +59,12 @@ __device__ void unpack_side(const View& view, index_t first, index_t count, cons
   const int rows = int((min)(index_t(unpacked_together), count - begin));
   const int thread = int(threadIdx.x), warp = thread / 32, lane = thread % 32, r = lane / 4, q = lane % 4;
   const index_t low = first + begin;  // the tile's first slot
-  index_t before = 0;                 // rows of earlier segments
+  index_t earlier = 0;                // rows of earlier segments
   for (index_t s = 0; s < view.count(0); ++s) {
     const device_segment& segment = view.segment(0, s);
-    const index_t length = segment.rows[head], from = (max)(low, before), to = (min)(low + rows, before + length);
-    if (from < to) {
+    const index_t length = segment.rows[head];
+    const index_t first_slot = (max)(low, earlier), end_slot = (min)(low + rows, earlier + length);
+    if (first_slot < end_slot) {
       const packed_vectors& vectors = Rows == unpacked_rows::keys ? segment.k : segment.v;
       const float* basis = vectors.basis_of(head, D);
       const int channels = int(vectors.format.channels), depth = (channels + 15) / 16 * 16;
@@ -71,22 +72,22 @@ __device__ void unpack_side(const View& view, index_t first, index_t count, cons
       for (int i = thread; i < unpacked_together * stride / 2; i += unpacking_threads)
         reinterpret_cast<std::uint32_t*>(spread)[i] = 0;
       __syncthreads();
-      const int own_first = int(from - low), own_end = int(to - low);
+      const int first_row = int(first_slot - low), end_row = int(end_slot - low);
 #pragma unroll 2
-      for (int i = own_first + warp; i < own_end; i += unpacking_warps) {
-        const packed_row_address at = vectors.locate(low + i - before);
-        scatter_values(vectors, head, at, lane, spread + i * stride);
-        if (lane == 0) scales[i] = vectors.scales ? vectors.scale_of(head, at) : 1.0f;
+      for (int i = first_row + warp; i < end_row; i += unpacking_warps) {
+        const packed_row_address address = vectors.locate(low + i - earlier);
+        scatter_values(vectors, head, address, lane, spread + i * stride);
+        if (lane == 0) scales[i] = vectors.scales ? vectors.scale_of(head, address) : 1.0f;
       }
       __syncthreads();
       const auto write = [&](int row, int d, float x, float y) {
-        if (row < own_first || row >= own_end) return;
-        auto* at =
+        if (row < first_row || row >= end_row) return;
+        auto* elements =
             (Rows == unpacked_rows::keys ? target.key(0, head, begin + row) : target.value(0, head, begin + row)) + d;
-        *reinterpret_cast<std::uint32_t*>(at) = pack_pair<T>(x * scales[row], y * scales[row]);
+        *reinterpret_cast<std::uint32_t*>(elements) = pack_pair<T>(x * scales[row], y * scales[row]);
       };
       if (!basis) {
-        for (int i = own_first * (D / 2) + thread; i < own_end * (D / 2); i += unpacking_threads) {
+        for (int i = first_row * (D / 2) + thread; i < end_row * (D / 2); i += unpacking_threads) {
           const int row = i / (D / 2), d = i % (D / 2) * 2;
           write(row, d, float(spread[row * stride + d]), float(spread[row * stride + d + 1]));
         }
@@ -97,8 +98,8 @@ __device__ void unpack_side(const View& view, index_t first, index_t count, cons
           std::uint32_t a[4][4];
 #pragma unroll
           for (int m = 0; m < 4; ++m) {
-            const T* at = spread + (m * 16 + lane % 16) * stride + c + lane / 16 * 8;
-            load_matrices(a[m], shared_address(at));
+            const T* values = spread + (m * 16 + lane % 16) * stride + c + lane / 16 * 8;
+            load_matrices(a[m], shared_address(values));
           }
 #pragma unroll
           for (int g = 0; g < groups; ++g) {
@@ -129,8 +130,8 @@ __device__ void unpack_side(const View& view, index_t first, index_t count, cons
         }
       }
     }
-    before += length;
-    if (before >= low + rows) break;
+    earlier += length;
+    if (earlier >= low + rows) break;
   }
 }
 

@@ -65,7 +65,8 @@ class packed_pages {
   }
   void forget() {
     for (; next_ < planned_.size(); ++next_) release(planned_[next_].spare);
-    planned_.clear(), next_ = 0;
+    planned_.clear();
+    next_ = 0;
   }
   offset_t planned_pages() const {
     offset_t count = 0;
@@ -95,7 +96,8 @@ class packed_pages {
     const std::size_t changed = extend(record.mean_pages, made.means, all_means, copies_mean) * std::size_t(mean_parts);
     write_means(entry, i, record, (std::min)(parts_before, changed), mean_parts_of(record, rows), stream);
     release(made.spare);
-    if (++next_ == planned_.size()) planned_.clear(), next_ = 0;
+    ++next_;
+    if (next_ == planned_.size()) forget();
   }
   void write_tables(std::size_t entry, std::size_t i, const segment_record& record, cudaStream_t stream) const {
     write_rows(entry, i, record, 0, stream);
@@ -107,7 +109,10 @@ class packed_pages {
     for (const index_t page : record.row_pages) pool_->share_page(page);
     for (const index_t page : record.mean_pages) pool_->share_page(page);
   }
-  void release(segment_record& record) { release(record.row_pages), release(record.mean_pages); }
+  void release(segment_record& record) {
+    release(record.row_pages);
+    release(record.mean_pages);
+  }
   void copy_tables(index_t from, index_t to, cudaStream_t stream) const {
     copy_tables(row_table_, row_width_, from, to, stream);
     if (mean_width_ > 0) copy_tables(mean_table_, mean_width_, from, to, stream);
