@@ -9,6 +9,8 @@
 //          of Quest over whole rows, in turns; medians
 // turn     of 2,048 tokens behind LONGEST, appended, attended and ended in all layers, beside the same of `full`; the
 //          least of five
+// prefill  of LONGEST tokens in chunks of 2,048, with attention: time, and the most that the cache held, bases counted,
+//          where chunks stay whole, where the prefill packs them, and of `full`
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -58,14 +60,18 @@ class measured_cache {
   double turn(index_t id, index_t tokens) {
     cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     begun_.record();
-    for (index_t layer = 0; layer < layers_; ++layer) {
-      kv_.prefill(layer, id, part(given_.q, q_heads, tokens), part(given_.k, kv_heads, tokens),
-                  part(given_.k, kv_heads, tokens), nullptr);
-      kv_.prefill_attention(layer, id, part(given_.q, q_heads, tokens), part(given_.out, q_heads, tokens), {}, nullptr);
-    }
+    append(id, tokens);
     kv_.end_prefill(id, nullptr);
     done_.record();
     return begun_.until(done_);
+  }
+  /// A whole prompt in chunks, with attention. Returns the time in seconds.
+  double read(index_t id, index_t tokens) {
+    begun_.record();
+    for (index_t done = 0; done < tokens; done += chunk_tokens) append(id, (std::min)(chunk_tokens, tokens - done));
+    kv_.end_prefill(id, nullptr);
+    done_.record();
+    return begun_.until(done_) / 1e6;
   }
   /// Returns the time on the device, in microseconds.
   double step(const std::vector<index_t>& ids) {
@@ -95,6 +101,13 @@ class measured_cache {
       return 1e3 * double(ms);
     }
   };
+  void append(index_t id, index_t tokens) {
+    for (index_t layer = 0; layer < layers_; ++layer) {
+      kv_.prefill(layer, id, part(given_.q, q_heads, tokens), part(given_.k, kv_heads, tokens),
+                  part(given_.k, kv_heads, tokens), nullptr);
+      kv_.prefill_attention(layer, id, part(given_.q, q_heads, tokens), part(given_.out, q_heads, tokens), {}, nullptr);
+    }
+  }
   static auto part(const cuda::device_buffer<bf16>& all, index_t heads, index_t tokens, index_t sequences = 1) {
     return nhd_rows(all.data(), tokens, heads, dim, sequences);
   }
@@ -203,6 +216,33 @@ void measure_turn(index_t layers, index_t context) {
               chunk_tokens, context, pages / layers, planes / layers, whole / layers, pages / whole, planes / whole);
 }
 
+/// Reads a prompt, and reports the time and the share of `full`'s cache that was held at most.
+template <class Method>
+void read_prompt(const char* name, const Method& method, index_t layers, index_t tokens, double share) {
+  const double whole = double(tokens) * layers * kv_heads * 2 * dim * 2;
+  cuda::cache_options sizes;
+  sizes.sequences = 2;  // a cache that has no sequence left says that no page is available
+  sizes.tokens = tokens + chunk_tokens;
+  sizes.rows = offset_t(share * tokens * layers * kv_heads);
+  measured_cache<Method> kv(method, layers, sizes);
+  const offset_t all = kv->available().pages;
+  const index_t id = kv->open(nullptr);
+  const double seconds = kv.read(id, tokens);
+  double most = double(kv->peak_bytes());
+  if constexpr (std::is_same_v<Method, in_pages>)
+    most += double(kv->bytes(id)) - double(all - kv->available().pages) * 16 * kv_heads * 2 * dim * 2;  // bases
+  std::printf("prefill of %d tokens in %d layers, %s: %.2f s, at most %.1f MB held: %.3f of full's cache\n", tokens,
+              layers, name, seconds, most / 1e6, most / whole);
+}
+void measure_prefill(index_t layers, index_t tokens) {
+  read_prompt("full", full<bf16, dim, dim, stored<dense_rows<bf16, dim>, fixed_pages<16>>>(), layers, tokens, 1.01);
+  in_pages method;
+  method.set_budget(tokens / 16);
+  read_prompt("mosaickv", method, layers, tokens, 1.4);
+  method.layout.rows.prefill = prefill_rows::packed;
+  read_prompt("mosaickv, prefill=packed", method, layers, tokens, 0.45);
+}
+
 }  // namespace
 
 int main(int count, char** given) {
@@ -219,6 +259,7 @@ int main(int count, char** given) {
     measure_memory(layers, sequences, longest);
     measure_steps(layers, context, batch_size);
     measure_turn(layers, longest);
+    measure_prefill(layers, longest);
   } catch (const std::exception& problem) {
     std::fprintf(stderr, "bench_packed_pages: %s\n", problem.what());
     return 1;

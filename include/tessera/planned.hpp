@@ -3,14 +3,16 @@
 
 #include <utility>
 
+#include "core/model_shape.hpp"
 #include "recipe.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
-/// A recipe's placement, with the expected shares of heads.
+/// A recipe's placement, with the expected shares of heads and the sliding layers of the model.
 template <class Recipe>
-auto placement_of(const Recipe& recipe) {
+auto placement_of(const Recipe& recipe, const model_shape& shape) {
   auto result = recipe.placement;
+  if constexpr (requires { result.sliding = shape.sliding; }) result.sliding = shape.sliding;
   if constexpr (requires { result.shares = recipe.retain.budget.shares; }) {
     result.shares = recipe.retain.budget.shares;
     result.whole_layers = recipe.dense_layers;

@@ -33,13 +33,16 @@ struct conversation {
     held.trace_attended(true);
   }
   void prompt(index_t tokens, float poison = 0) {
+    chunk(tokens, poison);
+    held.end_prefill(id);
+  }
+  void chunk(index_t tokens, float poison = 0) {
     auto k = support::normals(random, std::size_t(tokens * kv_heads * dim)), v = support::normals(random, k.size());
     q = support::normals(random, std::size_t(tokens * q_heads * dim));
     k[k.size() / 2] += poison;
     held.prefill(0, id, nhd_rows<const float>(q.data(), tokens, q_heads, dim),
                  nhd_rows<const float>(k.data(), tokens, kv_heads, dim),
                  nhd_rows<const float>(v.data(), tokens, kv_heads, dim));
-    held.end_prefill(id);
   }
   void step(index_t tokens) {
     const auto k = support::normals(random, std::size_t(tokens * kv_heads * dim)),
@@ -76,6 +79,11 @@ std::string refused(const Recipe& recipe) {
 }
 
 using mosaic = mosaickv<fp32, 64>;
+mosaic of_short_segments(index_t rows) {
+  mosaic recipe;
+  recipe.layout.rows.segment = rows;
+  return recipe;
+}
 
 /// Bytes of an uncompressed cache of as many tokens over those that are allocated.
 double times_smaller(index_t group, packed_element element) {
@@ -97,7 +105,7 @@ double times_smaller(index_t group, packed_element element) {
 }  // namespace
 
 TEST_CASE("a first prompt becomes segments, what is left over stays whole, and decoded tokens join a tail at a time") {
-  conversation<mosaic> now{mosaic{}};
+  conversation<mosaic> now{of_short_segments(64)};
   now.prompt(100);
   CHECK(now.parts() == list{96, 4});
   for (index_t i = 0; i < 27; ++i) now.step(1);
@@ -108,20 +116,97 @@ TEST_CASE("a first prompt becomes segments, what is left over stays whole, and d
   CHECK(now.parts() == list{160, 5});
   now.prompt(4091);  // and so does one of fewer than 4,096 tokens, even if the tail makes it so many
   CHECK(now.parts() == list{160 + 4096, 0});
+}
+
+TEST_CASE("a prompt of 4,096 tokens has segments of its own, and what follows joins the last one") {
+  conversation<mosaic> now{mosaic{}};
+  now.prompt(2100);
+  CHECK(now.parts() == list{2080, 20});
   now.prompt(4096);
-  CHECK(now.parts() == list{160 + 4096, 4096, 0});
+  CHECK(now.parts() == list{2080, 4096, 20});
   now.step(1);
   now.prompt(70);
-  CHECK(now.parts() == list{160 + 4096, 4096 + 64, 7});
+  CHECK(now.parts() == list{2080, 4096 + 64, 27});
+}
+
+TEST_CASE("rows stay whole until a basis fits them") {
+  conversation<mosaic> now{mosaic{}};
+  now.prompt(100);
+  CHECK(now.parts() == list{100});
+  for (index_t i = 0; i < 155; ++i) now.step(1);
+  CHECK(now.parts() == list{255});
+  now.step(1);
+  CHECK(now.parts() == list{256, 0});  // four times as many as a vector has elements
+  now.prompt(250);
+  CHECK(now.parts() == list{256, 250});
+  now.step(6);
+  CHECK(now.parts() == list{256, 256, 0});  // as many as all packed ones
+  now.prompt(511);
+  now.step(1);
+  CHECK(now.parts() == list{256, 256, 512, 0});
+  now.prompt(1060);
+  CHECK(now.parts() == list{256, 256, 512, 1056, 4});
+  now.prompt(2040);
+  CHECK(now.parts() == list{256, 256, 512, 1056, 2044});
+  now.step(4);
+  CHECK(now.parts() == list{256, 256, 512, 1056, 2048, 0});
+  now.step(8), now.step(8), now.step(8), now.step(8);
+  CHECK(now.parts() == list{256, 256, 512, 1056, 2048 + 32, 0});  // a basis of 2,048 rows lasts
+  const auto view = now.held.view(0, now.id);
+  for (std::size_t i = 1; i < view.segments->size(); ++i)
+    CHECK((*view.segments)[i - 1]->basis != (*view.segments)[i]->basis);
+}
+
+TEST_CASE("chunks of a prompt are packed when the next one comes, where the prefill packs") {
+  mosaic recipe;
+  recipe.layout.rows.prefill = prefill_rows::packed;
+  conversation<mosaic> now{recipe};
+  now.chunk(200);
+  now.chunk(200);
+  CHECK(now.parts() == list{400});  // 200 rows are too few for a basis
+  now.chunk(100);
+  CHECK(now.parts() == list{384, 116});
+  now.chunk(2000);
+  CHECK(now.parts() == list{384, 2116});
+  now.chunk(100);
+  CHECK(now.parts() == list{384, 2112, 104});
+  now.chunk(1000);
+  CHECK(now.parts() == list{384, 2112 + 96, 1008});
+  now.held.end_prefill(now.id);
+  CHECK(now.parts() == list{384, 2112 + 96 + 992, 16});
+  now.prompt(5000);  // a later turn joins too
+  CHECK(now.parts() == list{384, 2112 + 96 + 992 + 5016 / 32 * 32, 5016 % 32});
+
+  recipe.layout.rows.segment = 512;
+  conversation<mosaic> full{recipe};
+  for (int i = 0; i < 4; ++i) full.chunk(300);
+  CHECK(full.parts() == list{288, 288, 24 + 600});  // the next segment begins with 512 rows
+  full.chunk(300);
+  CHECK(full.parts() == list{288, 288, 608, 16 + 300});
+  full.chunk(10);
+  CHECK(full.parts() == list{288, 288, 608, 326});  // and so does one behind a full segment
+  full.held.end_prefill(full.id);
+  CHECK(full.parts() == list{288, 288, 608, 320, 6});  // 256 are enough at a prompt's end
+}
+
+TEST_CASE("a packed prefill is refused where it cannot be") {
+  think<fp32, 64> thin;
+  thin.layout.rows.prefill = prefill_rows::packed;
+  CHECK_THAT(refused(thin),
+             contains("prefill is packed; expected whole where a prompt's last queries choose channels"));
+  mosaic searched;
+  searched.layout.rows.prefill = prefill_rows::packed;
+  searched.layout.rows.strategy.strategy = strategy_choice::searched;
+  CHECK_THAT(refused(searched), contains("prefill is packed; expected whole where strategies are searched"));
 }
 
 TEST_CASE("a prompt that ends with nothing to pack leaves the next one its own segment") {
-  conversation<mosaic> now{mosaic{}};
+  conversation<mosaic> now{of_short_segments(64)};
   now.prompt(100);
   now.prompt(10);
   CHECK(now.parts() == list{96, 14});
-  now.prompt(4096);
-  CHECK(now.parts() == list{96, 4096, 14});
+  now.prompt(200);
+  CHECK(now.parts() == list{96 + 192, 22});
 }
 
 TEST_CASE("a prompt of several segments, and conversations shorter than a tail") {
@@ -141,12 +226,12 @@ TEST_CASE("a prompt of several segments, and conversations shorter than a tail")
   longest.prompt(2048 + 4 * 64);
   CHECK(longest.parts() == list{1024, 1024, 4 * 64, 0});
 
-  conversation<mosaic> small{mosaic{}};
+  conversation<mosaic> small{of_short_segments(32)};
   small.prompt(31);
   CHECK(small.parts() == list{31});
   small.step(1);
   CHECK(small.parts() == list{32, 0});
-  conversation<mosaic> unprompted{mosaic{}};
+  conversation<mosaic> unprompted{of_short_segments(32)};
   for (index_t i = 0; i < 33; ++i) unprompted.step(1);
   CHECK(unprompted.parts() == list{32, 1});
 
@@ -203,7 +288,7 @@ TEST_CASE("steps answer as attention in double over what is unpacked and rotated
 }
 
 TEST_CASE("a copy of a cache goes its own way") {
-  conversation<mosaic> now{mosaic{}};
+  conversation<mosaic> now{of_short_segments(64)};
   now.prompt(100);
   auto copy = now;
   const auto bytes = now.held.bytes(now.id);
@@ -271,11 +356,11 @@ TEST_CASE("strategies that make no sense are refused by a sentence") {
 }
 
 TEST_CASE("a second moment that is no number is refused, and the cache is as it was") {
-  conversation<mosaic> now{mosaic{}};
+  conversation<mosaic> now{of_short_segments(64)};
   now.prompt(64);
   const auto bytes = now.held.bytes(now.id);
   CHECK(now.parts() == list{64, 0});
-  conversation<mosaic> poisoned{mosaic{}};
+  conversation<mosaic> poisoned{of_short_segments(64)};
   CHECK_THROWS_WITH(poisoned.prompt(64, std::numeric_limits<float>::quiet_NaN()),
                     contains("the second moment of keys of layer 0, kv_head"));
   CHECK(poisoned.parts() == list{64});
@@ -322,6 +407,7 @@ conversation<Recipe> spoilt_by(const Recipe& recipe, float spoilt) {
 
 TEST_CASE("a query that is no number does not choose for others") {
   mosaickv<float, 64> mosaic;
+  mosaic.layout.rows.segment = 64;
   mosaic.retrieve.selector.block = 8;
   mosaic.set_budget(40);
   const float nan = std::numeric_limits<float>::quiet_NaN();
@@ -339,6 +425,7 @@ TEST_CASE("a query that is no number does not choose for others") {
 
 TEST_CASE("a step may have more tokens than the budget has rows") {
   mosaickv<float, 64> mosaic;
+  mosaic.layout.rows.segment = 64;
   mosaic.retrieve.selector.block = 2;
   mosaic.set_budget(4);
   conversation<mosaickv<float, 64>> now(mosaic);
@@ -349,7 +436,9 @@ TEST_CASE("a step may have more tokens than the budget has rows") {
 
 TEST_CASE("fp16 holds keys whose norm it does not") {
   using mosaic = mosaickv<fp16, 64>;
-  cache<mosaic> held({1, 1, 1}, mosaic(), std::make_shared<cpu::executor>(1));
+  mosaic recipe;
+  recipe.layout.rows.segment = 64;
+  cache<mosaic> held({1, 1, 1}, recipe, std::make_shared<cpu::executor>(1));
   const index_t id = held.open();
   const std::vector<fp16> k(64 * 64, fp16(9000.0f)), one(64 * 64, fp16(1.0f)), q(64 * 64, fp16(1e-3f));
   const auto given = [](const std::vector<fp16>& of, index_t tokens) {

@@ -113,7 +113,7 @@ TEST_CASE(
     "it") {
   mosaic recipe = searching();
   recipe.layout.rows.strategy.least_segment = 128;
-  conversation<> now(recipe);
+  conversation<> now(recipe, 256);
   const auto worker = std::make_shared<at_once>();
   now.held.search_on(worker);
   while (worker->held.empty()) {
@@ -123,7 +123,7 @@ TEST_CASE(
   CHECK(now.report().searching);
   const auto before = now.parts(0);
   REQUIRE(before.size() >= 3);
-  CHECK(before[0] == 128);
+  CHECK(before[0] == 256);
   const index_t ended = before[1];
   CHECK(ended % 32 == 0);
   CHECK(ended >= 128);
@@ -149,7 +149,7 @@ TEST_CASE(
     for (index_t h = 0; h < kv_heads; ++h) {
       for (const index_t side : {0, 1}) {
         const auto load = [&](index_t i, float* to) {
-          std::copy_n(rows_of(128 + i, layer, side, kv_heads).data() + h * dim, dim, to);
+          std::copy_n(rows_of(256 + i, layer, side, kv_heads).data() + h * dim, dim, to);
         };
         search.add(ended, dim, 48, "rows", load);
         if (side == 0) search.add_blocks(ended, dim, load);

@@ -7,6 +7,7 @@
 #include <tessera/cache.hpp>
 
 #include "laws/backends.hpp"
+#include "layout/short_segments.hpp"
 
 namespace support {
 
@@ -21,6 +22,7 @@ struct cpu_side {
   static tessera::model_shape shape() { return law_shape(); }
   static cache_type make() {
     Recipe recipe;
+    support::shorten_segments(recipe);
     recipe.set_budget(33);
     return cache_type(shape(), recipe, std::make_shared<tessera::cpu::executor>(1));
   }

@@ -51,6 +51,9 @@ support::called_caches caches_of(const std::string& method, support::rng& random
   for (const number& one : numbers_of(method)) {
     if (one.name == "segment") known.searches = chosen.values["strategy"] > 0;
   }
+  for (const number& one : numbers_of(method)) {
+    if (one.name == "truncate" && !known.searches) chosen.values["prefill"] = random.between(0, 1);
+  }
   if (random.chance(0.7)) chosen.values["profile"] = random.between(0, 3);
   known.filters = traits_of(method).filters;
   known.by_layer = traits_of(method).by_layer;

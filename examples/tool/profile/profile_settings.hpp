@@ -42,13 +42,13 @@ std::shared_ptr<const tessera::profile> attach_profile(Recipe& recipe, const pro
   auto& shares = recipe.retain.budget.shares;
   shares = shape.layers == 1 ? kept->shares(chosen.layer) : kept->shares();
   recipe.retain.budget.check_model(shape.layers, shape.kv_heads);
-  if constexpr (requires { tessera::placement_of(recipe).groups(1, 1); }) {
+  if constexpr (requires { tessera::placement_of(recipe, shape).groups(1, 1); }) {
     const std::size_t first = std::size_t(shares.data - kept->budget.data());
     const std::vector<double> own(shares.data, shares.data + std::size_t(shares.layers) * std::size_t(shares.kv_heads));
-    const std::vector<double> all = chosen.fills
-                                        ? std::vector<double>(tessera::filled_shares(
-                                              tessera::placement_of(recipe).groups(shape.layers, shape.kv_heads), own))
-                                        : own;
+    const std::vector<double> all =
+        chosen.fills ? std::vector<double>(tessera::filled_shares(
+                           tessera::placement_of(recipe, shape).groups(shape.layers, shape.kv_heads), own))
+                     : own;
     std::copy(all.begin(), all.end(), kept->budget.begin() + std::ptrdiff_t(first));
   }
   return kept;

@@ -9,19 +9,35 @@
 #include "../concepts/layout.hpp"
 #include "../core/parameters.hpp"
 #include "../core/plan/layer_peak.hpp"
+#include "../core/stored/packing_moment.hpp"
 #include "../core/stored/segment_strategy.hpp"
 #include "one_strategy.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
+/// How the chunks of a prompt are stored until it ends: as whole rows, or packed when the next chunk arrives, which then
+/// attends to packed rows.
+enum class prefill_rows { whole, packed };
+
+/// What becomes of whole rows that `Tail` would pack.
+enum class due_rows { stay_whole, join_last_segment, begin_segments };
+
+/// What a layer of a sequence has packed: rows of its longest head.
+struct packed_so_far {
+  index_t rows = 0, last_segment = 0;
+};
+
 /// K and V in segments: each holds the elements that its channel selectors keep, in a basis of its own. The newest
 /// tokens, and a prompt until it ends, are rows of another format, `Whole`, in the basis in which the engine hands them
 /// over.
 ///
-/// The first prompt, and every later one of at least 4,096 tokens, becomes segments of `segment` tokens when it ends. A
-/// remainder of fewer than four times as many tokens as a vector has elements, and than `segment`, is too short to find
-/// a basis by: it belongs to the segment before it. Shorter prompts and decoded tokens join the last segment, in its
-/// basis and format, when `Tail` says so.
+/// The first prompt, and every later one of at least 4,096 tokens, becomes segments of `segment` tokens when it ends.
+/// Shorter prompts and decoded tokens join the last segment, in its basis and format, when `Tail` says so. Rows are
+/// packed only in a basis that fits them (`fate`): rows of a sequence stay whole until there are four times as many as a
+/// vector has elements; behind a segment of fewer than 2,048 rows they stay whole until they are as many as all packed
+/// ones, at most 2,048, and become a segment of their own. No number exceeds `segment`.
+/// `prefill=packed`: the rows of a chunk are packed when the next one arrives, and join the last segment until it is
+/// full. So a prompt's peak is what its packed rows take, and whole rows of a chunk.
 /// Bytes    see packed_format, and a basis for each segment.
 /// Errors   channels that leave no element, that are no multiple of the group or that exceed what truncation leaves;
 ///          blocks that do not divide the tail: tessera::error.
@@ -53,14 +69,44 @@ struct packed_rows {
   index_t segment = 65536;
   packed_element element = packed_element::same;
   Strategy strategy{};
+  prefill_rows prefill = prefill_rows::whole;
 
   packed_format key_format() const { return format(key, k_dim); }
   packed_format value_format() const { return format(value, v_dim); }
 
+  bool packs_chunks() const { return prefill == prefill_rows::packed; }
+  /// What becomes of `due` rows of the longest head, in a turn with a prompt of `prompt` tokens. Where strategies are
+  /// searched, each segment of an answer gets the basis that its search finds.
+  due_rows fate(const packed_so_far& packed, index_t due, packing_moment when, index_t prompt) const {
+    const index_t least = fewest_basis_rows();
+    if (packed.rows == 0) return due < least ? due_rows::stay_whole : due_rows::begin_segments;
+    const bool ends = when == packing_moment::prompt_end;
+    if (ends && !packs_chunks() && prompt >= own_segment_tokens && due >= least) return due_rows::begin_segments;
+    if (packed.last_segment < lasting_basis_rows()) {
+      const index_t wanted = (std::max)(least, (std::min)(packed.rows, lasting_basis_rows()));
+      return due < wanted ? due_rows::stay_whole : due_rows::begin_segments;
+    }
+    if (packs_chunks() && when != packing_moment::step_end && packed.last_segment >= segment) {
+      if (due >= (ends ? least : lasting_basis_rows())) return due_rows::begin_segments;
+      if (!ends) return due_rows::stay_whole;
+    }
+    return due_rows::join_last_segment;
+  }
+  /// Rows of the shortest segment that others join.
+  index_t lasting_basis_rows() const { return Basis::rotates && !searches() ? (std::min)(index_t(2048), segment) : 0; }
+  /// How many segments at most begin before one is that long, besides the first.
+  index_t growing_segments() const {
+    index_t count = 0, last = fewest_basis_rows(), all = last;
+    for (; last < lasting_basis_rows(); ++count) all += last = (std::max)(last, (std::min)(all, lasting_basis_rows()));
+    return count;
+  }
+
+  /// The fewest rows by which a basis is found.
+  index_t fewest_basis_rows() const { return Basis::rotates ? (std::min)(4 * (std::max)(k_dim, v_dim), segment) : 0; }
   /// How many of `left` rows of a prompt, which become segments of their own, the next one gets.
-  index_t segment_rows(index_t left) const { return left - segment < shortest_remainder() ? left : segment; }
+  index_t segment_rows(index_t left) const { return left - segment < fewest_basis_rows() ? left : segment; }
   /// Rows of the longest of these segments.
-  offset_t longest_segment() const { return offset_t(segment) + shortest_remainder(); }
+  offset_t longest_segment() const { return offset_t(segment) + fewest_basis_rows(); }
 
   /// How many of a prompt's last queries the channel selectors see.
   static constexpr index_t window() { return (std::max)(window_of<KeyChannels>(), window_of<ValueChannels>()); }
@@ -75,11 +121,19 @@ struct packed_rows {
     segments.check("segment", segment, "pass how many tokens of a prompt share a basis");
     check_format(key, k_dim, key_format());
     check_format(value, v_dim, value_format());
+    require(!packs_chunks() || window() == 0, "prefill", "packed",
+            "whole where a prompt's last queries choose channels", "leave prefill out");
+    require(!packs_chunks() || !searches(), "prefill", "packed", "whole where strategies are searched",
+            "take strategy=fixed, or leave prefill out");
     require(block == 0 || tail.tail % block == 0, "block", block,
             "a divisor of the tail, which is " + std::to_string(tail.tail), "pack whole blocks");
     if constexpr (Strategy::searches) {
       if (strategy.searched()) check_search(block);
     }
+  }
+  bool searches() const {
+    if constexpr (Strategy::searches) return strategy.searched();
+    return false;
   }
 
   template <class Self, class Visit>
@@ -92,6 +146,8 @@ struct packed_rows {
     visit("element", self.element, one_word_of{"same or bf16 or fp16 or fp8 or int4"},
           "how packed elements are stored; same: as the cache's own type");
     Strategy::parameters(self.strategy, visit);
+    visit("prefill", self.prefill, one_word_of{"whole or packed"},
+          "how chunks of a prompt are stored until it ends; packed: later chunks attend to packed rows");
   }
   template <class Visit>
   static void policies(Visit&& visit) {
@@ -105,8 +161,6 @@ struct packed_rows {
 
  private:
   static constexpr value_range<index_t> segments{1, max_tokens};
-  /// Rows of the shortest segment behind others.
-  index_t shortest_remainder() const { return Basis::rotates ? (std::min)(4 * (std::max)(k_dim, v_dim), segment) : 0; }
 
   template <class Channels>
   static constexpr index_t window_of() {
@@ -155,8 +209,7 @@ concept searching_layout = packing_layout<Layout> && Layout::rows_type::strategy
 /// Whether strategies are searched.
 template <packing_layout Layout>
 bool searches_strategies(const Layout& layout) {
-  if constexpr (searching_layout<Layout>) return layout.rows.strategy.searched();
-  return false;
+  return layout.rows.searches();
 }
 
 /// The rows of a layout with the longest format that a segment may have.
@@ -178,7 +231,8 @@ auto widest_rows(const Layout& layout) {
 /// parts if a strategy was found meanwhile.
 template <packing_layout Layout>
 index_t max_segments(const Layout& layout, index_t tokens) {
-  const index_t of_prompts = ceil_div(tokens, layout.rows.segment) + 1 + tokens / Layout::rows_type::own_segment_tokens;
+  const index_t of_prompts = ceil_div(tokens, layout.rows.segment) + 1 +
+                             tokens / Layout::rows_type::own_segment_tokens + layout.rows.growing_segments();
   if constexpr (searching_layout<Layout>) {
     if (searches_strategies(layout)) {
       const index_t least = (std::min)(layout.rows.strategy.least_segment, layout.rows.segment);
@@ -195,17 +249,25 @@ struct packed_peak {
   index_t originals = 0;  ///< original rows of a head that a search may read, whatever it waits for
 };
 
-/// Follows the tail through the turn.
+/// Follows the tail through the turn of a layer that stores at most `longest` tokens of a head.
 /// Cost     the tokens of a full tail.
 template <packing_layout Layout>
-packed_peak packed_peak_of(const Layout& layout, const turn_extent& turn) {
-  const auto& tail = layout.rows.tail;
+packed_peak packed_peak_of(const Layout& layout, const turn_extent& turn, index_t longest) {
+  const auto& rows = layout.rows;
   index_t full = 1;  // whole rows of which a step packs some
-  while (full < turn.tokens() && tail.packed_after_step(full) == 0) ++full;
-  const offset_t in_steps = offset_t(full) + 2 * turn.step, decoded = offset_t(turn.answer) + full;
+  while (full < turn.tokens() && rows.tail.packed_after_step(full) == 0) ++full;
+  // A prompt from which nothing is dropped may be long enough for a basis that lasts.
+  const bool lasts =
+      longest >= turn.tokens() && rows.tail.packed_after_prompt(turn.prompt) >= rows.lasting_basis_rows();
+  const offset_t waiting =
+      lasts && !rows.packs_chunks() ? 0 : (std::max)(rows.fewest_basis_rows(), rows.lasting_basis_rows());
+  const offset_t in_steps = full + waiting + 2 * turn.step, decoded = offset_t(turn.answer) + full;
+  const offset_t chunk = turn.chunk > 0 ? turn.chunk : turn.prompt;
+  const offset_t in_prompt =
+      rows.packs_chunks() ? (std::min<offset_t>)(turn.prompt, full + waiting + 2 * chunk) : turn.prompt;
   packed_peak peak;
-  peak.whole = index_t((std::max<offset_t>)(turn.prompt, (std::min<offset_t>)(turn.tokens(), in_steps)));
-  peak.segments = ceil_div(turn.prompt, layout.rows.segment) + 1;
+  peak.whole = index_t((std::max)(in_prompt, (std::min<offset_t>)(turn.tokens(), in_steps)));
+  peak.segments = ceil_div(turn.prompt, rows.segment) + 1 + rows.growing_segments();
   if constexpr (searching_layout<Layout>) {
     if (searches_strategies(layout)) {
       // Decoded rows form segments that end, each perhaps in two parts. A segment ends when it is full; the rows of the
@@ -223,7 +285,7 @@ template <packing_layout Layout>
 host_vector<layer_peak> whole_peaks(const Layout& layout, host_vector<layer_peak> peaks) {
   for (layer_peak& peak : peaks) {
     if (!peak.follows_recipe) continue;
-    const index_t whole = packed_peak_of(layout, peak.turn).whole;
+    const index_t whole = packed_peak_of(layout, peak.turn, peak.stored.longest).whole;
     peak.stored.longest = (std::min)(peak.stored.longest, whole);
     offset_t total = 0;
     for (index_t& tokens : peak.stored.by_head) total += tokens = (std::min)(tokens, whole);

@@ -16,7 +16,8 @@ TESSERA_NAMESPACE_BEGIN
 /// group. Column c of page p is block p * heads + c of a pool of blocks [.., page, dim]. Thus every (sequence, kv_head)
 /// has its own table of blocks, which any paged kernel reads as a sequence of one head. All layers and sequences share
 /// the pool. A group has pages for its longest head; the other heads leave slots empty. With `fitted`, heads whose
-/// shares differ much are in smaller groups, where each head has several columns of a page.
+/// shares differ much are in smaller groups, where each head has several columns of a page. Heads of sliding layers,
+/// which hold a window and no share, come before all others where groups go over the model.
 /// Errors   heads that do not divide the kv_heads of a layer (of the model, clustered or fitted over it):
 ///          tessera::error. A layer of fewer than 4 heads is one group where `heads` is left at 4.
 /// Paper    TANGRAM, arXiv:2606.06302, Sec. 4.2.
@@ -28,14 +29,20 @@ struct ragged_pages {
   index_t heads = usual_heads;
   index_t page = 16;
   clustering cluster = clustering::layer;
-  index_t max_pages = 0;     ///< of the pool; 0: as many as are asked for
-  share_table shares{};      ///< what heads are expected to keep; null: all alike
-  index_t whole_layers = 0;  ///< so many of the first layers keep everything
+  index_t max_pages = 0;        ///< of the pool; 0: as many as are asked for
+  share_table shares{};         ///< what heads are expected to keep; null: all alike
+  index_t whole_layers = 0;     ///< so many of the first layers keep everything
+  host_vector<bool> sliding{};  ///< [layers]: which layers slide; empty: none
 
   head_groups groups(index_t layers, index_t kv_heads) const {
     host_vector<double> expected;
-    for (index_t i = 0; shares.data && i < layers * kv_heads; ++i) {
-      expected.push_back(i / kv_heads < whole_layers ? 1.0 : shares.share(i / kv_heads, i % kv_heads));
+    for (index_t i = 0; (shares.data || !sliding.empty()) && i < layers * kv_heads; ++i) {
+      const index_t layer = i / kv_heads;
+      const bool whole = layer < whole_layers || !shares.data;
+      if (!sliding.empty() && sliding[std::size_t(layer)])
+        expected.push_back(0.0);
+      else
+        expected.push_back(whole ? 1.0 : shares.share(layer, i % kv_heads));
     }
     return group_heads(layers, kv_heads, heads == usual_heads ? (std::min)(heads, kv_heads) : heads, cluster, expected);
   }

@@ -30,6 +30,7 @@
 #include <tessera/selector/top_tokens.hpp>
 #include <tessera/selector/whole_blocks.hpp>
 
+#include "layout/short_segments.hpp"
 #include "methods/support/any_cache.hpp"
 
 namespace methods_test {
@@ -127,6 +128,7 @@ Recipe configured(const settings& chosen) {
     if constexpr (requires { rows.key.channels; }) rows.key.channels = 1;
     if constexpr (requires { rows.value.channels; }) rows.value.channels = 1;
     if constexpr (requires { rows.basis.truncate; }) rows.basis.truncate = 0;
+    support::shorten_segments(recipe, 32);
   }
   recipe.set_budget(chosen.budget);
   recipe.attention.rule = chosen.rule;

@@ -11,6 +11,7 @@
 
 #include <tessera/cache.hpp>
 
+#include "layout/short_segments.hpp"
 #include "support/calls/saved_bytes.hpp"
 
 namespace support {

@@ -6,6 +6,7 @@
 #include "../../../core/error.hpp"
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/sequence_layer.hpp"
+#include "../../../core/stored/packing_moment.hpp"
 #include "columns.hpp"
 #include "placed_pages.hpp"
 #include "placed_ragged.hpp"
@@ -197,7 +198,8 @@ class kv_store {
   void plan_observation(sequence_layer, const rows_view<const E>&) {}
   template <class E>
   void observe_prompt(sequence_layer, const rows_view<const E>&, index_t) {}
-  void plan_packing(sequence_layer, const selection*, bool, executor&) {}
+  void plan_packing(sequence_layer, const selection*, packing_moment, executor&) {}
+  static constexpr bool packs_chunks() { return false; }
   void commit_packing(sequence_layer, executor&) {}
   void settle(index_t) {}
 

@@ -8,6 +8,7 @@
 
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/sequence_layer.hpp"
+#include "../../../core/stored/packing_moment.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "../cache_options.hpp"
 #include "append.cuh"
@@ -250,14 +251,15 @@ class kv_store {
   void dropped(sequence_layer owner, const token_bound& kept, index_t gained) {
     const std::size_t entry = order_.index(owner);
     stored_.keep(entry, {kept, {}});
-    rows_.dropped(entry, gained);
+    rows_.dropped(entry, gained, kept);
     if (columns_.holds_planes()) columns_.grew(entry, -gained);
   }
 
   /// Hooks for stores whose rows are packed when a prompt or steps have ended; see packed/packed_store.cuh. A plain
   /// store does nothing.
   void settle(const host_vector<index_t>&, bool, cudaStream_t) {}
-  void plan_packing(const sequence_layers&, index_t, cudaStream_t) {}
+  static constexpr bool packs_chunks() { return false; }
+  void plan_packing(const sequence_layers&, packing_moment, index_t, cudaStream_t) {}
   void commit_packing(cudaStream_t) {}
   void pack_layer(sequence_layer, index_t, cudaStream_t) {}
   void finish_layer(cudaStream_t) {}

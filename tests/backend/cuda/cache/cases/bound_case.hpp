@@ -61,6 +61,7 @@ requires runs_on_devices<Method> void stay_within_bound() {
   using layout = typename Method::layout_type;
   const model_shape shape = support::called_shape<Method>({3, 4, 2});
   Method method;
+  support::shorten_segments(method);
   method.set_budget(64);
   cuda::cache_options options;
   options.tokens = 300;

@@ -357,6 +357,7 @@ void hold_conversations(int count, scales kind = scales::any, const Configure& c
   for (int i = 0; i < support::scaled(count); ++i) {
     conversation_setup<Method> setup{support::called_shape<Method>(random_conversation_shape()), {}, kind};
     support::keep_all_elements(setup.method);
+    support::shorten_segments(setup.method, draw(0, 3) > 0 ? 32 * draw(1, 3) : 65536);
     setup.method.set_budget(draw(conversation<Method>::smallest_budget, 120));
     if constexpr (requires { setup.method.retain.scorer.window; }) setup.method.retain.scorer.window = draw(1, 32);
     configure(setup.method, std::as_const(setup.shape));

@@ -176,6 +176,7 @@ requires runs_on_devices<Method> called_on_both on_both() {
   const auto configured = [](const called_numbers& numbers) {
     Method made;
     support::keep_all_elements(made);
+    support::shorten_segments(made);
     made.set_budget(numbers.budget);
     support::set_numbers(made, numbers.values);
     return made;

@@ -17,6 +17,7 @@ struct device_side {
   static model_shape shape() { return support::law_shape(); }
   static cache_type make() {
     Recipe recipe;
+    support::shorten_segments(recipe);
     recipe.set_budget(33);
     return cache_type(shape(), recipe, {.sequences = 3, .tokens = 256, .step_tokens = 8, .draft_tokens = 24});
   }

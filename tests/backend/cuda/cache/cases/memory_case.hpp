@@ -58,6 +58,7 @@ class faulty_conversation {
     const model_shape shape{2, 4, 2};
     const cuda::allocate_from here(memory.source());
     Method method;
+    support::shorten_segments(method);
     method.set_budget(64);
     if constexpr (requires { method.retain.scorer.window; }) method.retain.scorer.window = 16;
     cuda::cache_options options;

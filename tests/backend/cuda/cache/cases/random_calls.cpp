@@ -17,7 +17,12 @@ void gpu_test::make_random_calls(const called_on_both& method) {
                             {"max_new", random.between(4, 12)},
                             {"newest", random.between(0, 2)},
                             {"every", 1},  // else sequences of a batch may differ in what is due
-                            {"first", 1}}};
+                            {"first", 1},
+                            {"segment", 32 * random.between(1, 3)}}};
+    for (const support::number& one : method.numbers) {
+      if (one.name == "truncate")
+        numbers.values["prefill"] = random.between(0, 1);  // of segments in bases of their own
+    }
     cuda::cache_options options;
     options.sequences = random.between(2, 4);
     options.tokens = random.pick({64, 128, 300});

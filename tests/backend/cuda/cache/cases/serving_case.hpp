@@ -15,6 +15,7 @@ void serve(index_t conversations, index_t open) {
   using T = typename Method::layout_type::element_type;
   const model_shape shape{2, 4, 2};
   Method method;
+  support::shorten_segments(method);
   method.set_budget(48);
   cuda::cache_options options;
   options.sequences = open;
@@ -83,6 +84,7 @@ void refuse_and_go_on() {
   using T = typename Method::layout_type::element_type;
   const model_shape shape{3, 4, 2};
   Method method;
+  support::shorten_segments(method);
   cuda::cache_options options;
   options.sequences = 2;
   options.tokens = 400;

@@ -17,6 +17,7 @@ requires runs_on_devices<Method> void reopen_and_step() {
   constexpr int D = Method::layout_type::k_dim;
   const model_shape shape = support::called_shape<Method>({shrunk(2, 1), 4, 2});
   Method method;
+  support::shorten_segments(method);
   method.set_budget(64);
   cuda::cache_options options;
   options.tokens = 200;
@@ -57,6 +58,7 @@ std::size_t replay_steps_of(const Configure& configure) {
   const model_shape shape = support::called_shape<Method>({shrunk(2, 1), 8, 2});
   std::vector<index_t> ids{0, 1};
   Method method;
+  support::shorten_segments(method);
   method.set_budget(64);
   configure(method);
   cuda::cache_options options;

@@ -297,6 +297,12 @@ TEST_CASE("a packed cache on the device holds the CPU's conversations: one segme
     hold_twins(with_segments<mosaickv<fp16, 128>>(256, 128), {2, 2 * group, 2}, 1e-2);
   }
   hold_twins(with_segments<mosaickv<bf16, 64>>(128, 96), {1, 8, 4}, 2e-2);
+  for (const index_t segment : {256, 65536}) {
+    auto method = with_segments<mosaickv<bf16, 64>>(segment, 64);
+    method.layout.rows.prefill = prefill_rows::packed;
+    hold_twins(method, {2, 8, 2}, 2e-2);
+  }
+  hold_twins(with_segments<mosaickv<bf16, 80>>(320, 64), {2, 8, 2}, 2e-2);
   // Which channels are neighbours hangs on near ties of counts: with all of them kept it does not matter.
   for (const index_t neighbours : {2, 4}) {
     auto method = with_segments<mosaickv<fp16, 128>>(256, 64);
@@ -312,6 +318,7 @@ TEST_CASE("a step of a packed cache at the paper's rates is attention over what 
     attends_own_rows<mosaickv<bf16, 64>>(65536, 96, group, 1.6e-2);
     attends_own_rows<mosaickv<bf16, 64>>(256, 64, group, 1.6e-2);
     attends_own_rows<mosaickv<fp16, 128>>(256, 128, group, 3e-3);
+    attends_own_rows<mosaickv<bf16, 80>>(320, 64, group, 1.6e-2);
   }
 }
 
@@ -379,7 +386,7 @@ TEST_CASE("a packed cache on the device refuses what it does not pack, and rows 
   const model_shape shape{2, 4, 2};
   cuda::cache<mosaickv<bf16, 64>> held(shape, {}, options);
   REQUIRE(held.open() == 0);
-  step_rows<bf16> x(1, 100, shape, 64), wrong(1, 100, shape, 64);
+  step_rows<bf16> x(1, 300, shape, 64), wrong(1, 300, shape, 64);
   wrong.k[70 * 2 * 64] = bf16(infinity);
   wrong.dk.set(wrong.k);
   for (index_t layer = 0; layer < 2; ++layer) {
@@ -390,11 +397,11 @@ TEST_CASE("a packed cache on the device refuses what it does not pack, and rows 
   const std::string said = refusal_of([&] { held.end_prefill(0, nullptr); });
   CHECK_THAT(said, contains("the second moment of keys of layer 1, kv_head 0 is NaN or infinity"));
   CHECK(held.bytes(0) == before);
-  CHECK(held.positions(0, 0, 0).size() == 100);
+  CHECK(held.positions(0, 0, 0).size() == 300);
   held.close(0);
   REQUIRE(held.open() == 0);
   for (index_t layer = 0; layer < 2; ++layer)
     held.prefill(layer, 0, x.rows(x.dq.data, 4), x.rows(x.dk.data, 2), x.rows(x.dv.data, 2), nullptr);
   held.end_prefill(0, nullptr);
-  CHECK(held.positions(1, 0, 1).size() == 100);
+  CHECK(held.positions(1, 0, 1).size() == 300);
 }

@@ -47,7 +47,7 @@ struct cache_parts {
         roles(shape, recipe.dense_layers, recipe.attention.rule),
         store(shape.layers, shape.kv_heads,
               {first_stage<Recipe>::observer_type::with_scores, Recipe::needs_segments, recipe.retrieve.mean_block()},
-              placement_of(recipe), recipe.layout),
+              placement_of(recipe, shape), recipe.layout),
         first(shape),
         read_stage(shape),
         prompts(shape),
@@ -88,10 +88,10 @@ struct cache_parts {
     if (other.made && traces_ranks) made.ranked = other.ranked;
     plan_reading(owner, policies, made);
   }
-  /// Packs what is due at the end of a prompt, or of a step, among the tokens that stay.
-  void plan_packing(sequence_layer owner, const choice& made, bool prompt_ends) {
+  /// Packs what is due among the tokens that stay.
+  void plan_packing(sequence_layer owner, const choice& made, packing_moment when) {
     const bool drops = made.made && Recipe::retain_type::drops;
-    store.plan_packing(owner, drops ? &made.selections[0] : nullptr, prompt_ends, *workers);
+    store.plan_packing(owner, drops ? &made.selections[0] : nullptr, when, *workers);
   }
   void commit(sequence_layer owner, choice& made) {
     if (made.made && traces_ranks && roles.follows_recipe(owner.layer)) std::swap(ranked[owner], made.ranked);

@@ -18,17 +18,23 @@ class prompt_turn {
  public:
   explicit prompt_turn(parts_type& parts) : parts_(parts) {}
 
-  /// Appends a chunk to a layer; its queries are observed.
+  /// Appends a chunk to a layer; its queries are observed. A sliding layer slides first, and a layer that packs chunks
+  /// packs the one before: both stay where the call fails.
   template <class Q, class E>
   void append(sequence_layer owner, const planned<Recipe>& policies, const prompt_chunk& chunk,
               const rows_view<const Q>& q, const rows_view<const E>& k, const rows_view<const E>& v) {
     const bool follows = parts_.roles.follows_recipe(owner.layer);
-    choice& made = parts_.new_choices(1).front();
+    if (!follows) {  // the attention of earlier chunks has read what a sliding layer drops
+      choice& made = parts_.new_choices(1).front();
+      parts_.plan_slide(owner, 0, made);
+      parts_.commit(owner, made);
+    } else if (!chunk.begins && parts_.store.packs_chunks()) {
+      parts_.store.plan_packing(owner, nullptr, packing_moment::chunk_end, *parts_.workers);
+      parts_.store.commit_packing(owner, *parts_.workers);
+    }
     try {
       parts_.store.append(owner, k, v, chunk.first, chunk.marks);
-      if (!follows) {
-        parts_.plan_slide(owner, k.tokens, made);
-      } else {
+      if (follows) {
         parts_.store.plan_observation(owner, q);
         if (choosing_layer<Recipe>(owner.layer, policies, parts_.roles) == owner.layer) {
           parts_.first.observer().observe_prompt(owner, parts_.store, policies, parts_.roles.rule(owner.layer), q,
@@ -40,7 +46,6 @@ class prompt_turn {
       parts_.store.abandon(owner, chunk.first);
       throw;
     }
-    parts_.commit(owner, made);
     parts_.read_stage.end_candidates(owner);
   }
 
@@ -96,9 +101,9 @@ class prompt_turn {
         parts_.plan_slide(owner, 0, made);
       } else if (chooses_by_layer<Recipe>) {
         parts_.plan_choice(owner, recipe, policies, due, {reach.end, 0, &reach}, made);
-        parts_.plan_packing(owner, made, true);
+        parts_.plan_packing(owner, made, packing_moment::prompt_end);
       } else if (packs_by_layer(recipe)) {
-        parts_.plan_packing(owner, made, true);
+        parts_.plan_packing(owner, made, packing_moment::prompt_end);
       }
     } catch (...) {
       parts_.abandon(owner, reach.end);
@@ -139,7 +144,7 @@ class prompt_turn {
     } else {
       parts_.plan_choice(owner, recipe, policies, due, {reach.end, 0, &reach}, made);
     }
-    parts_.plan_packing(owner, made, true);
+    parts_.plan_packing(owner, made, packing_moment::prompt_end);
   }
 
   parts_type& parts_;

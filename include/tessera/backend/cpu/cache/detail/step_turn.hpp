@@ -204,7 +204,7 @@ class step_turn {
       made.observed = true;
       if (step.evicts_last) parts_.plan_choice(owner, recipe, policies, true, {next, 0, nullptr}, made);
     }
-    parts_.plan_packing(owner, made, false);
+    parts_.plan_packing(owner, made, packing_moment::step_end);
   }
   /// A step of a layer behind the append of its rows.
   template <class E>
@@ -220,7 +220,7 @@ class step_turn {
         parts_.plan_choice(owner, recipe, policies, true, {next, q.tokens, nullptr}, made);
         attend(owner, b, policies, parts_.read_stage.view_of(owner, parts_.store, made.selections[0]),
                query_rows<E>{q, &first}, rule, output);
-        return parts_.plan_packing(owner, made, false);
+        return parts_.plan_packing(owner, made, packing_moment::step_end);
       }
     }
     const index_t members = parts_.read_stage.members(owner);
@@ -238,7 +238,7 @@ class step_turn {
       parts_.plan_choice(owner, recipe, policies, true, {next, 0, nullptr}, made);
       if (Recipe::retain_type::follows) parts_.log.note_keys(b, parts_.store.lengths(owner), layout::key_bytes());
     }
-    parts_.plan_packing(owner, made, false);
+    parts_.plan_packing(owner, made, packing_moment::step_end);
   }
   /// A step of a layer that keeps and reads everything, or slides.
   template <class E>

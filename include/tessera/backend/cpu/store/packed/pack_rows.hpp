@@ -250,12 +250,13 @@ class row_packer {
   executor& workers_;
 };
 
-/// Rows that are due at the end of a prompt, or of a step, by kv_head: the oldest whole ones of those that stay, among
-/// `retained` (null: all). `packed` and `whole`: rows of each head.
+/// Rows that `tail` packs, by kv_head: the oldest whole ones of those that stay, among `retained` (null: all). `packed`
+/// and `whole`: rows of each head.
 template <class Tail>
-host_vector<host_vector<index_t>> due_rows(const Tail& tail, const host_vector<index_t>& packed,
-                                           const host_vector<index_t>& whole, const selection* retained,
-                                           bool prompt_ends) {
+host_vector<host_vector<index_t>> rows_to_pack(const Tail& tail, const host_vector<index_t>& packed,
+                                               const host_vector<index_t>& whole, const selection* retained,
+                                               packing_moment when) {
+  const bool in_steps = when == packing_moment::step_end;
   host_vector<host_vector<index_t>> due(packed.size(), host_vector<index_t>{});
   for (std::size_t h = 0; h < packed.size(); ++h) {
     host_vector<index_t>& list = due[h];
@@ -267,7 +268,7 @@ host_vector<host_vector<index_t>> due_rows(const Tail& tail, const host_vector<i
       for (index_t i = 0; i < whole[h]; ++i) list.push_back(i);
     }
     const index_t count = index_t(list.size());
-    list.resize(std::size_t(prompt_ends ? tail.packed_after_prompt(count) : tail.packed_after_step(count)));
+    list.resize(std::size_t(in_steps ? tail.packed_after_step(count) : tail.packed_after_prompt(count)));
   }
   return due;
 }

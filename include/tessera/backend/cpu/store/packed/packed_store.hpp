@@ -131,7 +131,10 @@ class kv_store<Layout> {
     return view;
   }
 
-  void expect(index_t id, index_t tokens, bool moves_rows = false) { whole_.expect(id, tokens, moves_rows); }
+  void expect(index_t id, index_t tokens, bool moves_rows = false) {
+    whole_.expect(id, packs_chunks() ? 0 : tokens, moves_rows);
+  }
+  bool packs_chunks() const { return layout_.rows.packs_chunks(); }
   whole_rows& rows() { return whole_; }
   const whole_rows& rows() const { return whole_; }
 
@@ -237,17 +240,19 @@ class kv_store<Layout> {
     return choose_newest_slots(stored_[owner].lengths, window, added, chosen);
   }
 
-  /// Makes segments of the rows that are due at the end of a prompt, or of a step, among `retained` (null: all). They
-  /// are not visible before `commit_packing`, which needs no memory.
+  /// Makes segments of the rows that are due, among `retained` (null: all). They are not visible before
+  /// `commit_packing`, which needs no memory.
   /// Errors   rows that have no basis: tessera::error.
-  void plan_packing(sequence_layer owner, const selection* retained, bool prompt_ends, executor& workers) {
+  void plan_packing(sequence_layer owner, const selection* retained, packing_moment when, executor& workers) {
+    const bool prompt_ends = when == packing_moment::prompt_end;
     stored_tokens& stored = stored_[owner];
     stored.pending->reset();
     searches_.forget_prepared(owner);
-    const row_lists due = due_rows(layout_.rows.tail, stored.packed, stored.whole, retained, prompt_ends);
+    const row_lists due = rows_to_pack(layout_.rows.tail, stored.packed, stored.whole, retained, when);
     index_t longest = 0;
     for (const auto& list : due) longest = (std::max)(longest, index_t(list.size()));
-    if (longest == 0) {
+    const due_rows fate = layout_.rows.fate(so_far(stored), longest, when, stored.prompt_tokens);
+    if (longest == 0 || fate == due_rows::stay_whole) {
       if (prompt_ends) stored.pending->emplace().prompt_ended = true;
       return;
     }
@@ -255,13 +260,12 @@ class kv_store<Layout> {
     const row_packer<Layout> packer(layout_.rows, with_.mean_block, whole, owner.layer, workers);
     packing<segment_type> made;
     made.prompt_ended = prompt_ends;
-    made.in_own_basis =
-        stored.segments.empty() || (prompt_ends && stored.prompt_tokens >= rows_type::own_segment_tokens);
+    made.in_own_basis = fate == due_rows::begin_segments;
     for (const auto& list : due) made.counts.push_back(index_t(list.size()));
     if (made.in_own_basis) {
       const query_squares queries = stored.window_queries.means(heads_, Layout::k_dim);
       for (index_t first = 0, share = 0; first < longest; first += share) {
-        share = prompt_ends ? layout_.rows.segment_rows(longest - first) : longest;
+        share = when != packing_moment::step_end ? layout_.rows.segment_rows(longest - first) : longest;
         row_lists part;
         for (const auto& list : due) {
           const auto begin = list.begin() + (std::min<offset_t>)(first, offset_t(list.size()));
@@ -375,6 +379,13 @@ class kv_store<Layout> {
     scratch<selection> retained_rows;  // whole rows that `keep` keeps
   };
 
+  static packed_so_far so_far(const stored_tokens& stored) {
+    if (stored.segments.empty()) return {};
+    const auto longest = [](const host_vector<index_t>& lengths) {
+      return *std::max_element(lengths.begin(), lengths.end());
+    };
+    return {longest(stored.packed), longest(stored.segments.back()->lengths)};
+  }
   /// Whether rows may join a segment: its blocks must be full, and it must not lose rows first.
   static bool whole_blocks(const segment_type& segment, bool loses_rows) {
     if (segment.format.block <= 1) return true;

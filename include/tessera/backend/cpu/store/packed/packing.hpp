@@ -24,7 +24,7 @@ struct packing {
   host_vector<index_t> counts;  ///< by kv_head, whole rows that are in the segments
   selection left;               ///< the other whole rows
   bool joins = false;           ///< the new segment joins the last one instead of following it
-  bool prompt_ended = false;
+  bool prompt_ended = false;    ///< its queries and tokens are forgotten
   bool in_own_basis = false;
 
   /// Fills `left` for heads of these whole rows.

@@ -185,7 +185,7 @@ offset_t max_segment_bytes(const Layout& layout, index_t block, offset_t kv_head
   offset_t bytes = 0;
   for (const layer_peak& peak : peaks) {
     if (!peak.follows_recipe) continue;
-    const packed_peak packed = packed_peak_of(layout, peak.turn);
+    const packed_peak packed = packed_peak_of(layout, peak.turn, peak.stored.longest);
     const offset_t longest = peak.stored.longest;
     // Where rows are dropped, what a step packs may have to stand behind the last segment, in its basis.
     const offset_t segments = packed.segments + peak.turn.answer / layout.rows.tail.tail;

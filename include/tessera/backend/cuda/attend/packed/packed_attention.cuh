@@ -253,7 +253,8 @@ class attend_packed {
     // All blocks run at the same time: a second wave would take as long as the first.
     const int together = attend_entry_.resident_blocks(detail::packed_threads, std::size_t(shape_.bytes), device);
     splits_ = std::clamp<index_t>(together / (std::max)(1, lanes_), 1, 128);
-    parts_ = splits_ + max_segments + 1;
+    whole_ = (std::min)(splits_, detail::whole_splits);
+    parts_ = splits_ + max_segments + whole_;
     if (shared_tables().shared_bytes() > std::size_t(device.shared_memory)) {
       tables_ = detail::merge_tables::workspace;
       merge_entry_ = detail::merge_packed_entry<View, Out, detail::merge_tables::workspace>;
@@ -281,7 +282,7 @@ class attend_packed {
     require_rows_on_16_bytes("whole values", problem.view.whole.v, problem.view.whole.v_strides);
     const memory arrays(*this, workspace);
     const detail::packed_parts to{arrays.out, arrays.states, arrays.segment, arrays.tables,
-                                  splits_,    parts_,        rotated.rows};
+                                  splits_,    whole_,        parts_,         rotated.rows};
     attend_entry_.launch({.blocks = dim3(unsigned(lanes), unsigned(splits_),
                                          unsigned(ceil_div(rotated.rows, detail::query_rows_together))),
                           .threads = dim3(detail::packed_threads),
@@ -323,7 +324,7 @@ class attend_packed {
   index_t lanes_, rows_;
   detail::packed_lengths<D, Dv> lengths_;
   detail::packed_memory<D, Dv, View::rows_in> shape_;
-  index_t max_segments_, splits_ = 1, parts_ = 1;
+  index_t max_segments_, splits_ = 1, whole_ = 1, parts_ = 1;
   device_kernel<packed_problem<View, Out>, rotated_rows, detail::packed_parts, detail::packed_lengths<D, Dv>>
       attend_entry_{detail::attend_packed_entry<View, Tile, Out>};
   detail::merge_tables tables_ = detail::merge_tables::shared;

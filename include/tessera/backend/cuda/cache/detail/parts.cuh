@@ -60,7 +60,7 @@ struct cache_parts {
         store(shape.layers, options.sequences, shape.kv_heads, options.tokens, options.rows,
               {Recipe::retain_type::drops || !shape.sliding.empty(), first_stage<Recipe>::observer_type::with_scores,
                Recipe::needs_segments, recipe.retrieve.mean_block()},
-              placement_of(recipe), recipe.layout, &roles),
+              placement_of(recipe, shape), recipe.layout, &roles),
         next(std::size_t(options.sequences)),
         first_position(next.size()),
         next_position(next.size()),

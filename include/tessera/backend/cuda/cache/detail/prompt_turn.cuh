@@ -24,8 +24,10 @@ class prompt_turn {
               const rows_view<const T>& q, const rows_view<const T>& k, const rows_view<const T>& v,
               cudaStream_t stream) {
     if (chunk.begins) parts_.first.settled().begin_turn(owner, parts_.store);
-    parts_.store.plan_packing(chunk.begins ? sequence_layers{owner} : sequence_layers{}, 0,
-                              stream);  // packs tokens of earlier steps
+    // Packs tokens of earlier steps, or of the chunk before.
+    const bool packs = chunk.begins || parts_.store.packs_chunks();
+    parts_.store.plan_packing(packs ? sequence_layers{owner} : sequence_layers{},
+                              chunk.begins ? packing_moment::step_end : packing_moment::chunk_end, 0, stream);
     parts_.make_room({owner}, k.tokens, stream);
     parts_.store.commit_packing(stream);
     parts_.store.append_rows(parts_.store.view(owner), k, v,
@@ -111,7 +113,10 @@ class prompt_turn {
     const sequence_layers choosing = plan_choice(waiting, policies, due, all, stream);
     parts_.plan_beside_step(
         parts_.store,  // the last call that can throw
-        [&] { parts_.store.plan_packing(parts_.all_layers({id}), all.prompt_tokens(), stream); }, stream);
+        [&] {
+          parts_.store.plan_packing(parts_.all_layers({id}), packing_moment::prompt_end, all.prompt_tokens(), stream);
+        },
+        stream);
     const index_t* next = set_number(parts_.next.data() + id, all.end, stream);
     kept_slots kept;  // of the previous layer; a layer that reuses this choice comes next
     for (const sequence_layer owner : choosing) {

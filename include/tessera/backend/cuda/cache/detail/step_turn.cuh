@@ -224,7 +224,7 @@ class step_turn {
     for (const sequence_layer owner : owners) {
       if (parts_.roles.follows_recipe(owner.layer)) parts_.read_stage.require_fits(owner, parts_.store, step.tokens);
     }
-    parts_.store.plan_packing(owners, 0, stream);
+    parts_.store.plan_packing(owners, packing_moment::step_end, 0, stream);
     const bool drops = parts_type::in_steps && !filters && (step.evicts_first || step.evicts_last);
     parts_.store.plan_room(owners, step.tokens, drops, stream);
     try {

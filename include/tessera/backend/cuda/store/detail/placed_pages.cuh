@@ -97,8 +97,10 @@ class placed_rows<Layout, fixed_pages<Page>> {
   void shrank(std::size_t entry, index_t, const token_bound& kept) {
     release(entry_pages_[entry], pages_for(kept.longest));
   }
-  /// No page is released: they count as room for the new tokens.
-  void dropped(std::size_t, index_t) {}
+  /// Pages that neither `kept` nor the tokens need for which room was committed return to the pool.
+  void dropped(std::size_t entry, index_t, const token_bound& kept) {
+    release(entry_pages_[entry], pages_for(offset_t(kept.longest) + tokens_planned_));
+  }
 
   void plan_copy(std::size_t from, std::size_t to, const token_bound&) {
     entry_pages_[to].reserve(entry_pages_[from].size());

@@ -90,7 +90,7 @@ class page_copies {
 ///                                       replaced by copies where slots from held.least on lie
 ///   plan_keep(entry, held, kept), keep(...)   only the chosen slots stay
 ///   shrank(entry, gained, held)         rows were dropped; the placement may release their room
-///   dropped(entry, gained)              rows were dropped; room that was committed before stays
+///   dropped(entry, gained, held)        rows were dropped; room that was committed before stays
 ///   plan_copy(from, to, held), commit_copy(from, to, lengths, held, stream)   an empty entry gets what `from`
 ///                                       stores, with these bounds and lengths; pages are shared
 ///   copy_tables(id, to, stream)         what the device knows of shared pages, behind all of a sequence's copies
@@ -190,7 +190,7 @@ class placed_rows<Layout, runs> {
   }
   /// Rows were dropped in place: every head has room for `gained` more.
   void shrank(std::size_t entry, index_t gained, const token_bound&) { pool_.grew(entry, -gained); }
-  void dropped(std::size_t entry, index_t gained) { pool_.grew(entry, -gained); }
+  void dropped(std::size_t entry, index_t gained, const token_bound&) { pool_.grew(entry, -gained); }
 
   void clear(std::size_t entry) { pool_.clear(entry); }
   offset_t bytes(std::size_t entry) const { return pool_.rows(entry) * Layout::token_bytes(); }

@@ -28,7 +28,6 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
   using rows_type = typename Layout::rows_type;
   using parts_type = whole_and_packed<Layout>;
   using whole_store = typename parts_type::whole_store;
-  using parts_type::begins_segments;
   using parts_type::due;
   using parts_type::heads_;
   using parts_type::layout_;
@@ -83,7 +82,10 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
     if (beside_.is_under_way() && (itself || whole_.moves())) stream_beside_.hold(stream);
     whole_.commit_room(owners, stream);
   }
-  void expect(index_t id, index_t tokens, bool moves_rows = false) { whole_.expect(id, tokens, moves_rows); }
+  void expect(index_t id, index_t tokens, bool moves_rows = false) {
+    whole_.expect(id, packs_chunks() ? 0 : tokens, moves_rows);
+  }
+  bool packs_chunks() const { return layout_.rows.packs_chunks(); }
   void resize(index_t tokens, cudaStream_t stream) {
     finish_layer(stream);
     whole_.resize(tokens, stream);
@@ -122,17 +124,19 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
     whole_.keep(owner, kept, stream);
   }
 
-  /// Plans to pack what is due when a turn's prompt of `prompt` tokens ends, or, with 0, between steps.
+  /// Plans to pack what is due in a turn with a prompt of `prompt` tokens.
   /// Errors   rows without a basis, or too little memory: tessera::error, and nothing has changed.
-  void plan_packing(const sequence_layers& owners, index_t prompt, cudaStream_t stream) {
+  void plan_packing(const sequence_layers& owners, packing_moment when, index_t prompt, cudaStream_t stream) {
     pending_ = {};
     packed_.forget_plan();
-    if (std::any_of(owners.begin(), owners.end(), [&](sequence_layer owner) { return due(owner, prompt) > 0; }))
+    if (std::any_of(owners.begin(), owners.end(),
+                    [&](sequence_layer owner) { return due(owner, when, prompt).rows > 0; }))
       finish_layer(stream);
     try {
       packing_plan made;
-      made.prompt_ends = prompt > 0;
-      for (const sequence_layer owner : owners) plan_owner(made, owner, prompt);
+      made.prompt_ends = when == packing_moment::prompt_end;
+      made.cuts = when != packing_moment::step_end;
+      for (const sequence_layer owner : owners) plan_owner(made, owner, when, prompt);
       if (made.prompt_ends) made.ended = owners;
       made.make_room();
       made.memory = maker_.memory_for(made.new_spans.size());
@@ -149,7 +153,7 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
     std::size_t begun_count = 0;  // segments that have begun
     for (std::size_t i = 0; i < made.owners.size(); ++i) {
       const sequence_layer owner = made.owners[i], packed = packed_owner(owner);
-      for_each_part(made.due[i], made.prompt_ends && made.begins[i], [&](index_t first, index_t count) {
+      for_each_part(made.due[i], made.cuts && made.begins[i], [&](index_t first, index_t count) {
         const auto& all = packed_.segments(packed);
         if (made.begins[i]) {
           packed_.begin_segment(
@@ -187,10 +191,10 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
   /// end.
   void pack_layer(sequence_layer owner, index_t prompt, cudaStream_t stream) {
     finish_layer(stream);
-    const index_t due = this->due(owner, prompt);
+    const auto due_part = this->due(owner, packing_moment::prompt_end, prompt);
+    const index_t due = due_part.rows;
     const std::size_t held = due > 0 ? packed_.segments(packed_owner(owner)).size() : 0;
-    if (due == 0 || !begins_segments(owner, prompt) || index_t(held) + parts_of(due, true) > packed_.max_segments())
-      return;
+    if (!due_part.begins() || index_t(held) + parts_of(due, true) > packed_.max_segments()) return;
     packing_plan plan;
     add_spans(plan.new_spans, owner, due, true);
     layer_beside made{owner, due, {}};
@@ -249,7 +253,7 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
     for (const index_t id : ids) {
       bool due = prompt;
       for (index_t layer = 0; layer < index_t(packing_.number.size()); ++layer)
-        due = due || (packs(layer) && layout_.rows.tail.packed_after_step(whole_.bound({layer, id}).longest) > 0);
+        due = due || this->due({layer, id}, packing_moment::step_end, 0).rows > 0;
       searches_.settle(id, packed_, due, stream);
     }
   }
@@ -297,7 +301,7 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
   capacity upper_bound(const host_vector<layer_peak>& peaks) const {
     capacity bound = whole_.upper_bound(whole_peaks(layout_, peaks));
     for (const layer_peak& peak : peaks) {
-      const packed_peak of_layer = packed_peak_of(layout_, peak.turn);
+      const packed_peak of_layer = packed_peak_of(layout_, peak.turn, peak.stored.longest);
       const capacity segments = packed_.upper_bound(peak.stored.longest, of_layer.segments);
       if (!peak.follows_recipe) continue;
       bound.bytes += segments.bytes + searches_.upper_bound(of_layer.originals);
@@ -310,14 +314,14 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
   using packing_plan = cuda::packing_plan<view_type>;
 
   /// Adds an owner's rows that are due to a plan, and plans memory for them.
-  void plan_owner(packing_plan& made, sequence_layer owner, index_t prompt) {
-    const index_t due = this->due(owner, prompt);
+  void plan_owner(packing_plan& made, sequence_layer owner, packing_moment when, index_t prompt) {
+    const auto part = this->due(owner, when, prompt);
+    const index_t due = part.rows;
     if (due == 0) return;
     const sequence_layer packed = packed_owner(owner);
     const index_t whole = whole_.bound(owner).longest;
     const auto& held = packed_.segments(packed);
-    const bool begins = begins_segments(owner, prompt), joins = !begins && searches_.joins(packed, held);
-    const bool cuts = begins && prompt > 0;
+    const bool begins = part.begins(), joins = !begins && searches_.joins(packed, held), cuts = begins && made.cuts;
     if (!joins) packed_.require_segments(index_t(held.size()) + parts_of(due, cuts));
     for_each_part(due, cuts, [&](index_t, index_t count) {
       packed_.plan_rows(packed, begins ? maker_.record() : searches_.like(packed, held), !joins, count);

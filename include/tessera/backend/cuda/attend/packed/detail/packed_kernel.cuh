@@ -35,7 +35,7 @@ class packed_part {
     }
   }
 
-  /// Attends a split: chosen units, segment after segment. The last split also has the whole rows.
+  /// Attends a split: chosen units, segment after segment. The last splits also have the whole rows.
   ///
   /// Whole rows are attended before the previous launch has ended. The previous launch waited for all launches before
   /// it, so the rows are written and the last merge has read its parts. Only the list of parts may still be in the
@@ -45,9 +45,10 @@ class packed_part {
     fill_begins(p_.view, sequence_, head_, count, 1, row_begin_);
     fill_begins(p_.view, sequence_, head_, count, p_.unit, unit_begin_);
     if (blockIdx.z == 0) fetch_value_bases(p_.view, sequence_, head_, count, split, parts_.splits);
-    const bool whole = split + 1 == parts_.splits && attend_whole(count);
+    const index_t whole_part = parts_.parts - (parts_.splits - split);
+    const bool whole = whole_part >= parts_.parts - parts_.whole && attend_whole(count, whole_part);
     wait();
-    if (whole) mark(p_.view.max_segments, parts_.parts - 1);
+    if (whole) mark(p_.view.max_segments, whole_part);
     attend_chosen(split, count);
   }
 
@@ -87,16 +88,19 @@ class packed_part {
     return p_.chosen_begins + offset_t(lane_row_) * (p_.view.max_segments + 1);
   }
 
-  /// Attends the rows that are not packed. Returns whether there are any.
-  __device__ __forceinline__ bool attend_whole(index_t count) {
-    const index_t packed = row_begin_[count], rows = p_.view.whole.length(sequence_, head_);
-    if (rows <= 0) return false;
+  /// Attends a part of the rows that are not packed: the last part has the oldest. Returns whether there are any.
+  __device__ __forceinline__ bool attend_whole(index_t count, index_t part) {
+    constexpr index_t round = packed_warps * whole_tokens;
+    const index_t packed = row_begin_[count], all = p_.view.whole.length(sequence_, head_);
+    const index_t each = ceil_div(ceil_div(all, parts_.whole), round) * round;
+    const index_t first = (parts_.parts - 1 - part) * each, rows = (min)(all, first + each);
+    if (first >= rows) return false;
     packed_state<T, D, Dv> state(put_queries(), D);
     const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, half = lane / whole_tokens;
     unsigned char* keys = shared_ + warp * shape_.tile;
     unsigned char* values = shared_ + shape_.raws + warp * shape_.raw;
     const auto& whole = p_.view.whole;
-    for (index_t tile = warp * whole_tokens; tile < rows; tile += packed_warps * whole_tokens) {
+    for (index_t tile = first + warp * whole_tokens; tile < rows; tile += round) {
       const index_t row = tile + lane % whole_tokens;
       const bool valid = row < rows;
       const auto* k = whole.key(sequence_, head_, valid ? row : 0);
@@ -114,7 +118,7 @@ class packed_part {
       attend_tile(state, shared_address(keys), shared_address(values), position);
       __syncwarp();
     }
-    write(state, parts_.parts - 1, Dv);
+    write(state, part, Dv);
     return true;
   }
 

@@ -58,14 +58,17 @@ struct packed_memory {
   TESSERA_HD static constexpr int larger(int a, int b) { return a > b ? a : b; }
 };
 
+/// Blocks that share the whole rows of a (sequence, kv_head), where these are many.
+inline constexpr index_t whole_splits = 16;
+
 /// Results of parts: `out` [lanes, parts, rows, v_dim], not divided by the sum, in the basis of the part's segment.
 /// `segment` [lanes, parts] has the number of that segment (none: the part is empty; max_segments: whole rows). The
-/// largest logit and the sum are in `states` [lanes, parts, rows, 2].
+/// largest logit and the sum are in `states` [lanes, parts, rows, 2]. The last `whole` parts are of whole rows.
 struct packed_parts {
   float *out, *states;
   index_t* segment;
   float* tables;  ///< of the blocks that merge, where these do not fit into shared memory; else null
-  index_t splits, parts, rows;
+  index_t splits, whole, parts, rows;
 };
 
 /// Writes to begins [count + 1] how many chosen rows lie before each of `count` segments, and how many there are in

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(rotating_threads, View::k_dim <= 128 ? 5 : 3)
                          rotated_rows to, index_t* part_segment, index_t parts) {
   constexpr int D = View::k_dim, lanes = 16, quads = (D + lanes * 4 - 1) / (lanes * 4),
                 pieces = (D + channels_rotated_together - 1) / channels_rotated_together;
-  static_assert(D % channels_rotated_together == 0 && rotating_threads * 2 == lanes * channels_rotated_together,
+  static_assert(D % 4 == 0 && rotating_threads * 2 == lanes * channels_rotated_together,
                 "tessera: a lane takes four elements at a time, and 16 lanes two channels");
   extern __shared__ uint4 shared_memory[];
   float* rows = reinterpret_cast<float*>(shared_memory);  // [rows_rotated_together, D]
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(rotating_threads, View::k_dim <= 128 ? 5 : 3)
       }
       // Even lanes get the first channel's sum, odd lanes the second's.
       const float sum = lanes_sums<lanes, 2>(sums, part);
-      if (part < 2) result[part] = begin + part >= channels ? 0.0f : basis ? sum : rows[r * D + begin + part];
+      if (part < 2 && begin + part < D) result[part] = begin + part >= channels ? 0.0f : basis ? sum : rows[r * D + begin + part];
     }
     if constexpr (GoesOn) {
       __syncthreads();  // before the rows are written again

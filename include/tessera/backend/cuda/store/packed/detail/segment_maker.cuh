@@ -155,8 +155,8 @@ struct packing_plan {
   host_vector<index_t> due;                         // rows
   host_vector<bool> begins;                         // segments of their own, or they join the last one
   host_vector<host_vector<rows_before>> originals;  // by owner: copies of rows that join a segment
-  bool prompt_ends = false;
-  host_vector<segment_span<View>> new_spans;  // of new segments
+  bool prompt_ends = false, cuts = false;           // cuts: rows that begin segments are cut into several
+  host_vector<segment_span<View>> new_spans;        // of new segments
   bases_and_sets memory;
   // Empty, with reserved memory: carrying out the plan allocates none on the host.
   host_vector<joining_rows> joining;

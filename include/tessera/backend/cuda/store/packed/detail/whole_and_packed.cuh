@@ -137,15 +137,23 @@ class whole_and_packed {
   index_t packed_rows_of(sequence_layer owner) const {
     return packs(owner.layer) ? packed_.rows(packed_owner(owner)) : 0;
   }
-  /// Whole rows of an entry that are packed when its prompt of `prompt` tokens ends, or, with 0, between steps.
-  index_t due(sequence_layer owner, index_t prompt) const {
-    if (!packs(owner.layer)) return 0;
+  /// Whole rows of an entry that its tail packs in a turn with a prompt of `prompt` tokens, and what becomes of them.
+  struct due_part {
+    index_t rows = 0;
+    due_rows fate = due_rows::stay_whole;
+    bool begins() const { return fate == due_rows::begin_segments; }
+  };
+  due_part due(sequence_layer owner, packing_moment when, index_t prompt) const {
+    if (!packs(owner.layer)) return {};
     const index_t whole = whole_.bound(owner).longest;
-    return prompt > 0 ? layout_.rows.tail.packed_after_prompt(whole) : layout_.rows.tail.packed_after_step(whole);
-  }
-  /// Whether these rows begin segments of their own.
-  bool begins_segments(sequence_layer owner, index_t prompt) const {
-    return packed_.segments(packed_owner(owner)).empty() || prompt >= Layout::rows_type::own_segment_tokens;
+    const auto& rows = layout_.rows;
+    const index_t all =
+        when == packing_moment::step_end ? rows.tail.packed_after_step(whole) : rows.tail.packed_after_prompt(whole);
+    const auto& segments = packed_.segments(packed_owner(owner));
+    packed_so_far packed;
+    if (!segments.empty()) packed = {packed_rows_of(owner), segments.back().rows};
+    const due_rows fate = rows.fate(packed, all, when, prompt);
+    return all == 0 || fate == due_rows::stay_whole ? due_part{} : due_part{all, fate};
   }
 
   stream_beside stream_beside_;  // of the layer that is packed beside the caller's stream
