@@ -42,6 +42,9 @@ constexpr bool check_recipe() {
       !in_steps || (!Retain::over_model && !Retain::rereads),
       "tessera: one threshold over the model, and a text that is read again, belong to a prompt's end, not to steps; "
       "use once");
+  static_assert(!in_steps || !Retain::takes_scores,
+                "tessera: scores that an engine gives are known behind a step, not within it; choose at the ends of "
+                "chunks and prompts");
   static_assert(
       !in_steps || (Retain::observed != observes::window && Retain::observed != observes::statistics) ||
           Retain::follows,

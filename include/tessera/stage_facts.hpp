@@ -67,6 +67,8 @@ struct first_stage_facts {
   static constexpr observes observed = detail::observed_by<Scorer>();
   /// Whether an engine must pass a prompt through the model once more before it ends.
   static constexpr bool rereads = observed == observes::rereading;
+  /// Whether an engine must set the scores of a prompt's tokens.
+  static constexpr bool takes_scores = observed == observes::given;
   /// Whether the query heads of a group may choose separately.
   static constexpr bool splits = splitting_scope<Scope>;
   /// Whether the scorer's window includes queries of decode steps.

@@ -81,6 +81,7 @@ concept backend_attending =
 ///   end_chunk(owner, policies, reach, reconsidered, coming, queue)   a layer keeps its share of the prompt so far,
 ///                                                   before `coming` more tokens; throws where these have no room
 ///   append_chunk, attend_chunk, reread              rows of a prompt
+///   set_scores(owner, first, tokens, scores, queue)   scores that an engine gives
 ///   end_layer(owner, recipe, policies, due, reach, queue)       does what needs this layer alone
 ///   end_prompt(id, recipe, policies, due, state, queue)
 ///   prepare_step(recipe, step, sequences, queue)    memory for a step in every layer, or in none

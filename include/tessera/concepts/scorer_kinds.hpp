@@ -16,12 +16,13 @@ enum class observes {
   /// queries of a text that passes through the model once more before a prompt ends, accumulated as they come
   rereading,
   statistics,  ///< mean and covariance of the queries of a turn's prompt
+  given,       ///< no query: the engine sets the scores of tokens
   step         ///< the queries of one decode step: a retrieval scorer
 };
 
 /// Whether scores accumulate beside the tokens, in a column of the store.
 constexpr bool lies_beside_tokens(observes observed) {
-  return observed == observes::every_query || observed == observes::rereading;
+  return observed == observes::every_query || observed == observes::rereading || observed == observes::given;
 }
 
 /// How the weights of several query rows become a token's score. A scorer of queries names one as `rows`; else: sum.
@@ -97,9 +98,10 @@ concept lagged_scorer = S::observed == observes::nothing && requires(const S s, 
 ///   weigh(logit, lse) -> float   lse: the log-sum-exp of the row over all keys that it sees
 /// A token's score is the sum of `weigh` over the observed rows and the query heads of its group, then `finish`.
 template <class S>
-concept attentive_scorer = S::observed != observes::nothing && requires(const S s, float x) {
-  { s.weigh(x, x) } -> std::same_as<float>;
-};
+concept attentive_scorer =
+    S::observed != observes::nothing && S::observed != observes::given && requires(const S s, float x) {
+      { s.weigh(x, x) } -> std::same_as<float>;
+    };
 
 /// Scores by statistics of queries. Backends undo RoPE on a prompt's queries from position `sinks` on, compute their
 /// mean and covariance, and apply the mean of RoPE's rotations over the next `future` positions. From these follow the
@@ -154,10 +156,14 @@ concept paged_scorer = S::observed == observes::step && requires(const S s, floa
   { s.row_scale(x, x, x) } -> std::same_as<float>;
 };
 
+/// A scorer whose scores the engine sets.
+template <class S>
+concept given_scorer = S::observed == observes::given;
+
 /// Whether a type is a scorer of one of these kinds.
 template <class S>
-concept scorer_of_a_kind = positional_scorer<S> || contents_scorer<S> || lagged_scorer<S> || attentive_scorer<S> ||
-                           statistical_scorer<S> || paged_scorer<S>;
+concept scorer_of_a_kind = given_scorer<S> || positional_scorer<S> || contents_scorer<S> || lagged_scorer<S> ||
+                           attentive_scorer<S> || statistical_scorer<S> || paged_scorer<S>;
 
 namespace detail {
 

@@ -15,8 +15,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// How the chunks of a prompt are stored until it ends: as whole rows, or packed when the next chunk arrives, which then
-/// attends to packed rows.
+/// How the chunks of a prompt are stored until it ends: as whole rows, or packed when the next chunk arrives, which
+/// then attends to packed rows.
 enum class prefill_rows { whole, packed };
 
 /// What becomes of whole rows that `Tail` would pack.
@@ -33,9 +33,9 @@ struct packed_so_far {
 ///
 /// The first prompt, and every later one of at least 4,096 tokens, becomes segments of `segment` tokens when it ends.
 /// Shorter prompts and decoded tokens join the last segment, in its basis and format, when `Tail` says so. Rows are
-/// packed only in a basis that fits them (`fate`): rows of a sequence stay whole until there are four times as many as a
-/// vector has elements; behind a segment of fewer than 2,048 rows they stay whole until they are as many as all packed
-/// ones, at most 2,048, and become a segment of their own. No number exceeds `segment`.
+/// packed only in a basis that fits them (`fate`): rows of a sequence stay whole until there are four times as many as
+/// a vector has elements; behind a segment of fewer than 2,048 rows they stay whole until they are as many as all
+/// packed ones, at most 2,048, and become a segment of their own. No number exceeds `segment`.
 /// `prefill=packed`: the rows of a chunk are packed when the next one arrives, and join the last segment until it is
 /// full. So a prompt's peak is what its packed rows take, and whole rows of a chunk.
 /// Bytes    see packed_format, and a basis for each segment.

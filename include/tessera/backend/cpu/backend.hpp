@@ -184,6 +184,9 @@ class backend {
               const rows_view<float>& out, queue) {
     prompts().reread(owner, policies, part, q, k, v, {out, {}});
   }
+  void set_scores(sequence_layer owner, index_t first, index_t tokens, const float* scores, queue) {
+    parts_.store.beside(owner).set_scores(parts_.store.lengths(owner), first, tokens, scores);
+  }
   void end_layer(sequence_layer owner, const Recipe& recipe, const planned<Recipe>& policies, bool due,
                  const prompt_reach& reach, queue) {
     prompts().end_layer(owner, recipe, policies, due, reach);

@@ -43,10 +43,8 @@ class backend {
 
   /// Whether groups of heads share the pages of one pool.
   static constexpr bool in_groups = kv_store<layout>::in_groups;
-
   /// Whether sequences of one step may have different numbers of tokens.
   static constexpr bool takes_uneven_steps = parts_type::takes_uneven_steps;
-
   /// Whether sequences can be saved and loaded: not those whose packing strategies are searched.
   static bool saves(const Recipe& recipe) {
     if constexpr (packing_layout<layout>) return !searches_strategies(recipe.layout);
@@ -244,6 +242,9 @@ class backend {
               const rows_view<Out>& out, cudaStream_t stream) {
     check_element<Q, E>();
     prompts().reread(owner, policies, part, q, k, v, out, stream);
+  }
+  void set_scores(sequence_layer owner, index_t first, index_t tokens, const float* scores, cudaStream_t stream) {
+    prompts().set_scores(owner, first, tokens, scores, stream);
   }
   void end_layer(sequence_layer owner, const Recipe& recipe, const planned<Recipe>& policies, bool due,
                  const prompt_reach& reach, cudaStream_t stream) {

@@ -18,6 +18,7 @@ struct layer_progress {
   segment_cursor answer_text{};     ///< the same of the first token behind the last turn's prompt
   index_t judged = 0;               ///< prompt tokens of the turn among which the end of a chunk has chosen
   index_t reconsidered_tokens = 0;  ///< the newest of them: the next choice includes them once more
+  index_t scored = 0;               ///< the first positions, of whose tokens the engine has set the scores
   bool ended = false;               ///< `end_layer` has been called since the turn began
 
   /// The tokens of the turn's prompt: those that earlier choices settled, and those that compete.
@@ -37,6 +38,14 @@ struct layer_progress {
     if (tokens <= last - next_position) return;
     fail("tokens of a sequence", offset_t(next_position) + tokens, "at most " + std::to_string(last),
          "close the sequence and open another one");
+  }
+  /// Errors   not `count` tokens from position `first` on, behind tokens with scores: tessera::error.
+  void require_scores_fit(index_t first, index_t count) const {
+    require(first >= 0 && first <= scored, "first position of scores", first,
+            "at most " + std::to_string(scored) + ", behind the tokens that have scores",
+            "set the scores of all tokens in order");
+    require(count >= 0 && count <= next_position - first, "tokens of scores", count,
+            value_range<index_t>{0, next_position - first}.text(), "set the scores of tokens that the layer has had");
   }
   /// Errors   no prompt, or not `count` tokens from position `first` on, that can be read again: tessera::error.
   void require_rereading(index_t first, index_t count) const {

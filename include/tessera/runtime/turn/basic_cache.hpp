@@ -198,6 +198,16 @@ class basic_cache {
               const rows_view<V>& v, const rows_view<Out>& out, queue_type queue = {})
       requires(Recipe::retain_type::rereads || !has_queue);
 
+  /// Sets the scores of a layer's tokens at positions first, ..., first + tokens - 1, for a scorer whose scores an
+  /// engine gives (`given_scores`). Scores come in order, and again for tokens that have some: a choice at the end of a
+  /// chunk or of a prompt needs those of all tokens so far, earlier answers included. What is no longer stored is
+  /// passed over, and so is a layer that does not choose.
+  /// Shapes   scores [kv_heads, tokens], fp32, where rows lie.
+  /// Errors   tokens that the layer has not had, or behind some without scores: tessera::error.
+  /// Cost     CPU: the tokens' slots; CUDA: a launch that reads a layer's positions.
+  void set_scores(index_t layer, index_t id, index_t first, index_t tokens, const float* scores, queue_type queue = {})
+      requires(Recipe::retain_type::takes_scores);
+
   /// Ends the turn's prompt in one layer, after the layer's attention. The call is optional and changes no output. It
   /// does the part of `end_prefill` that needs this layer alone: the layer chooses the tokens that it keeps and frees
   /// the rest, or packs its rows into segments. A prompt in one chunk then needs memory for the whole rows of one layer
@@ -449,6 +459,8 @@ class basic_cache {
   const index_t* step_positions() const requires has_queue { return backend_.step_positions(); }
 
  private:
+  /// Errors   tokens of a layer that chooses by an engine's scores have none: tessera::error.
+  void require_scores(sequence_layer owner) const;
   /// Rows of a call, which may lie in memory that may be written.
   template <class Q, class K, class V>
   struct read_rows {
@@ -482,4 +494,5 @@ class basic_cache {
 TESSERA_NAMESPACE_END
 
 #include "detail/basic_cache_calls.hpp"
+#include "detail/prompt_end_calls.hpp"
 #include "detail/saving.hpp"

@@ -201,6 +201,11 @@ class conversations {
     state.require_rereading(first, count);
   }
 
+  void set_scores(sequence_layer owner, index_t first, index_t tokens) {
+    layer& state = find(owner.id).layers[std::size_t(owner.layer)];
+    state.scored = (std::max)(state.scored, first + tokens);
+  }
+
   /// Errors   a layer without prompt tokens, or with fewer than announced, or already ended: tessera::error.
   void check_layer_end(sequence_layer owner) const {
     sequence(owner.id).require_whole_prompt(require_not_ended(owner));

@@ -133,6 +133,10 @@ struct sequence_state {
     archive.require(next >= 0, "with positions that cannot be");  // a turn that was cut began behind it
     for (layer_progress& layer : layers) {
       layer.next_position = next;
+      if constexpr (Recipe::retain_type::takes_scores) {
+        archive.number(layer.scored);
+        archive.require(layer.scored >= 0 && layer.scored <= next, "with scores of other tokens");
+      }
       for (segment_cursor* cursor : {&layer.text, &layer.answer_text}) {
         archive.number(cursor->segment);
         archive.number(cursor->tokens);

@@ -43,11 +43,12 @@ constexpr takes_back taken_back() {
   return takes_back::anything;
 }
 
-/// Whether what a first stage knows of a pending prompt follows from the prompt's stored rows alone.
+/// Whether what a first stage knows of a pending prompt follows from the prompt's stored rows alone, or from scores
+/// that an engine sets token by token.
 template <class Recipe>
 inline constexpr bool prompts_can_be_cut =
-    Recipe::retain_type::observed == observes::nothing && !Recipe::needs_segments && Recipe::layout_type::window == 0 &&
-    !Recipe::schedule_type::fires_at(moment::chunk_end);
+    (Recipe::retain_type::observed == observes::nothing || Recipe::retain_type::takes_scores) &&
+    !Recipe::needs_segments && Recipe::layout_type::window == 0 && !Recipe::schedule_type::fires_at(moment::chunk_end);
 
 /// The smallest position that a sequence can go back to, as far as its recipe and its turn decide it. The rows may
 /// decide otherwise: see `truncate` of basic_cache. During a prompt, positions between this one and the present one
@@ -62,7 +63,9 @@ index_t settled_position(const sequence_state<Recipe>& state) {
   for (const layer_progress& layer : state.layers) is_settled = is_settled || layer.judged > 0 || layer.ended;
   const index_t began = next - state.front().turn_tokens;
   // A prompt's queries have been counted into scores of earlier turns' tokens.
-  if (is_settled || (lies_beside_tokens(Recipe::retain_type::observed) && began > 0)) return next;
+  constexpr bool counts_queries =
+      lies_beside_tokens(Recipe::retain_type::observed) && !Recipe::retain_type::takes_scores;
+  if (is_settled || (counts_queries && began > 0)) return next;
   return began;
 }
 
@@ -121,6 +124,7 @@ void carry_out(const truncation& plan, sequence_state<Recipe>& state) {
   for (layer_progress& layer : state.layers) {
     if (plan.is_of_prompt) layer.turn_tokens -= plan.tokens_of(layer);
     layer.next_position = plan.position;
+    layer.scored = (std::min)(layer.scored, plan.position);
     if constexpr (Recipe::needs_segments) {
       // Steps of these recipes end segments by their length alone.
       layer.text = layer.answer_text;

@@ -198,7 +198,7 @@ requires(Recipe::retain_type::observed == observes::window) struct observer_of<R
   using type = std::conditional_t<Recipe::retain_type::follows, following_observer<Recipe>, window_observer<Recipe>>;
 };
 
-/// A score beside each token that does not come from queries of the cache (KVzip's second reading).
+/// A score beside each token that does not come from queries of the cache (KVzip's second reading, an engine's scores).
 template <class Recipe>
 class stored_scores : public no_observer<Recipe> {
  public:
@@ -275,7 +275,7 @@ requires(Recipe::retain_type::observed == observes::every_query) struct observer
 };
 
 template <class Recipe>
-requires(Recipe::retain_type::observed == observes::rereading) struct observer_of<Recipe> {
+requires(Recipe::retain_type::rereads || Recipe::retain_type::takes_scores) struct observer_of<Recipe> {
   using type = stored_scores<Recipe>;
 };
 

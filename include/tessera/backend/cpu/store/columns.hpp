@@ -37,6 +37,15 @@ class columns {
   const index_t* segments() const { return segments_.data(); }
   const host_vector<float>& all_scores() const { return scores_; }
   void set_scores(const host_vector<float>& scores) { std::copy(scores.begin(), scores.end(), scores_.begin()); }
+  /// Sets the scores of the stored tokens at positions from `first` on. given [kv_heads, tokens].
+  void set_scores(const host_vector<index_t>& lengths, index_t first, index_t tokens, const float* given) {
+    for (index_t h = 0; h < index_t(lengths.size()); ++h) {
+      for (index_t slot = lengths[std::size_t(h)]; slot > 0 && position(h, slot - 1) >= first; --slot) {
+        const index_t at = position(h, slot - 1) - first;
+        if (at < tokens) scores_[std::size_t(begins_[std::size_t(h)] + slot - 1)] = given[offset_t(h) * tokens + at];
+      }
+    }
+  }
   index_t position(index_t head, index_t slot) const {
     return !scattered_ ? slot : positions_[std::size_t(begins_[std::size_t(head)] + slot)];
   }

@@ -292,9 +292,9 @@ requires(Recipe::retain_type::observed == observes::every_query) struct observer
   using type = accumulating_observer<Recipe>;
 };
 
-/// The observer of a scorer that reads a text again.
+/// The observer of a scorer that reads a text again, or whose scores the engine gives.
 template <class Recipe>
-requires(Recipe::retain_type::observed == observes::rereading) struct observer_of<Recipe> {
+requires(Recipe::retain_type::rereads || Recipe::retain_type::takes_scores) struct observer_of<Recipe> {
   using type = stored_scores_observer<Recipe>;
 };
 

@@ -255,8 +255,7 @@ class kv_store {
     if (columns_.holds_planes()) columns_.grew(entry, -gained);
   }
 
-  /// Hooks for stores whose rows are packed when a prompt or steps have ended; see packed/packed_store.cuh. A plain
-  /// store does nothing.
+  /// Hooks for stores whose rows are packed; see packed/packed_store.cuh. A plain store does nothing.
   void settle(const host_vector<index_t>&, bool, cudaStream_t) {}
   static constexpr bool packs_chunks() { return false; }
   void plan_packing(const sequence_layers&, packing_moment, index_t, cudaStream_t) {}

@@ -141,6 +141,7 @@ void basic_cache<Recipe, Backend>::prefill(index_t layer, index_t id, const rows
   backend_.check_chunk(owner, queries);
   if (chunk.begins && layer == 0) backend_.begin_prompt(id, queue);  // before the turn's rows join what is open
   if (conversations_.chunk_is_due(recipe_, owner, k.tokens)) {
+    require_scores(owner);
     const index_t reconsidered = conversations_.reconsidered_tokens(owner);
     backend_.end_chunk(owner, policies, conversations_.reach(owner), reconsidered, k.tokens, queue);
     conversations_.ended_chunk(owner, reconsidered);
@@ -175,26 +176,6 @@ void basic_cache<Recipe, Backend>::reread(index_t layer, index_t id, index_t fir
   conversations_.check_rereading(owner, first, count, queries, keys, values, out);
   const reread_part part{first, first + count, conversations_.progress(owner).next_position};
   backend_.reread(owner, conversations_.sequence(id).policies, part, queries, keys, values, out, queue);
-}
-
-template <class Recipe, class Backend>
-void basic_cache<Recipe, Backend>::end_layer(index_t layer, index_t id, queue_type queue) {
-  const default_float_mode mode;
-  const sequence_layer owner{layer, id};
-  conversations_.check_layer_end(owner);
-  const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
-  backend_.end_layer(owner, recipe_, conversations_.plan_layer_end(recipe_, owner), due, conversations_.reach(owner),
-                     queue);
-  conversations_.end_layer(owner);
-}
-
-template <class Recipe, class Backend>
-void basic_cache<Recipe, Backend>::end_prefill(index_t id, queue_type queue) {
-  const default_float_mode mode;
-  const planned<Recipe> policies = conversations_.plan_prompt_end(recipe_, id);
-  const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
-  backend_.end_prompt(id, recipe_, policies, due, conversations_.sequence(id), queue);
-  conversations_.end_prompt(id, policies);
 }
 
 template <class Recipe, class Backend>

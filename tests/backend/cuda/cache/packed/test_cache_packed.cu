@@ -360,20 +360,6 @@ TEST_CASE("packed caches of other sizes and budgets stand side by side", "[gpu][
   CHECK(held.next_position(0) == 416);
 }
 
-TEST_CASE("packed rows of a long prompt take a third of whole ones on the device", "[gpu][cache][packed]") {
-  if (gpu_missing()) return;
-  using method = mosaickv<bf16, 64>;
-  cuda::cache_options options;
-  options.tokens = 20000;
-  const model_shape shape{1, 1, 1};
-  cuda::cache<method> held(shape, {}, options);
-  REQUIRE(held.open() == 0);
-  const step_rows<bf16> x(1, 19990, shape, 64);
-  held.prefill(0, 0, x.rows(x.dq.data, 1), x.rows(x.dk.data, 1), x.rows(x.dv.data, 1), nullptr);
-  held.end_prefill(0, nullptr);
-  CHECK(double(held.full_bytes(19990)) / double(held.bytes(0)) > 2.9);
-}
-
 TEST_CASE("a packed cache on the device refuses what it does not pack, and rows without a basis",
           "[gpu][cache][packed]") {
   if (gpu_missing()) return;

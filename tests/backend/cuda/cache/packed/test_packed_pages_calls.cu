@@ -215,3 +215,17 @@ TEST_CASE("a saved sequence of packed rows comes back into a pool of its own siz
   CHECK_THROWS_AS(support::loaded(smaller, bytes), error);
   CHECK(smaller.available().pages == pages - 1);
 }
+
+TEST_CASE("packed rows of a long prompt take a third of whole ones on the device", "[gpu][cache][packed]") {
+  if (gpu_missing()) return;
+  using method = mosaickv<bf16, 64>;
+  cuda::cache_options options;
+  options.tokens = 20000;
+  const model_shape shape{1, 1, 1};
+  cuda::cache<method> held(shape, {}, options);
+  REQUIRE(held.open() == 0);
+  const step_rows<bf16> x(1, 19990, shape, 64);
+  held.prefill(0, 0, x.rows(x.dq.data, 1), x.rows(x.dk.data, 1), x.rows(x.dv.data, 1), nullptr);
+  held.end_prefill(0, nullptr);
+  CHECK(double(held.full_bytes(19990)) / double(held.bytes(0)) > 2.9);
+}

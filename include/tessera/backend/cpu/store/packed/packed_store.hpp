@@ -276,8 +276,7 @@ class kv_store<Layout> {
     } else {
       searches_.prepare(owner, whole, due);
       made.segments.push_back(packer.as_in(searches_.like(owner, stored.segments), due));
-      made.joins =
-          searches_.joins(owner, stored.segments) && whole_blocks(*stored.segments.back(), retained != nullptr);
+      made.joins = searches_.joins(owner, stored.segments) && takes_rows(*stored.segments.back(), retained != nullptr);
       if (made.joins) {
         segment_pointer& last = stored.segments.back();
         make_unique(last);
@@ -386,18 +385,6 @@ class kv_store<Layout> {
     };
     return {longest(stored.packed), longest(stored.segments.back()->lengths)};
   }
-  /// Whether rows may join a segment: its blocks must be full, and it must not lose rows first.
-  static bool whole_blocks(const segment_type& segment, bool loses_rows) {
-    if (segment.format.block <= 1) return true;
-    return !loses_rows && std::all_of(segment.lengths.begin(), segment.lengths.end(),
-                                      [&](index_t length) { return length % segment.format.block == 0; });
-  }
-
-  /// Replaces a shared segment by a copy of this store's own.
-  static void make_unique(segment_pointer& segment) {
-    if (segment.use_count() > 1) segment = std::make_shared<segment_type>(*segment);
-  }
-
   sequence_major order_;
   index_t heads_;
   column_set with_;

@@ -17,6 +17,19 @@ inline std::span<const index_t> slots_from(const selection& chosen, index_t head
   return {std::lower_bound(row, end, first), end};
 }
 
+/// Whether rows may join a segment: its blocks must be full, and it must not lose rows first.
+template <class Segment>
+bool takes_rows(const Segment& segment, bool loses_rows) {
+  if (segment.format.block <= 1) return true;
+  return !loses_rows && std::all_of(segment.lengths.begin(), segment.lengths.end(),
+                                    [&](index_t length) { return length % segment.format.block == 0; });
+}
+/// Replaces a shared segment by a copy of the store's own.
+template <class Segment>
+void make_unique(std::shared_ptr<Segment>& segment) {
+  if (segment.use_count() > 1) segment = std::make_shared<Segment>(*segment);
+}
+
 /// Segments that have been made of the oldest whole rows and do not replace them yet.
 template <class Segment>
 struct packing {

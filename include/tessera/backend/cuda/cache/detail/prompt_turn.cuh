@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "../../../../runtime/turn/prompt_chunk.hpp"
+#include "../../observe/set_scores.cuh"
 #include "parts.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -80,6 +81,11 @@ class prompt_turn {
     parts_.make_room({owner}, k.tokens, stream);
     parts_.rereader.pass(owner, parts_.store, policies, parts_.roles, parts_.step_attention, q, k, v, out, part,
                          stream);
+  }
+
+  void set_scores(sequence_layer owner, index_t first, index_t tokens, const float* scores, cudaStream_t stream) {
+    const auto view = parts_.store.view(owner);
+    cuda::set_scores(view, first, tokens, scores, parts_.store.scores(view), stream);
   }
 
   /// Called when a prompt has been through a layer. Does the work that needs no other layer.

@@ -108,7 +108,8 @@ __global__ void __launch_bounds__(rotating_threads, View::k_dim <= 128 ? 5 : 3)
       }
       // Even lanes get the first channel's sum, odd lanes the second's.
       const float sum = lanes_sums<lanes, 2>(sums, part);
-      if (part < 2 && begin + part < D) result[part] = begin + part >= channels ? 0.0f : basis ? sum : rows[r * D + begin + part];
+      if (part < 2 && begin + part < D)
+        result[part] = begin + part >= channels ? 0.0f : basis ? sum : rows[r * D + begin + part];
     }
     if constexpr (GoesOn) {
       __syncthreads();  // before the rows are written again
