@@ -206,9 +206,9 @@ class prompt_calls : public compared_caches {
     const sequence* held = known(call.id);
     std::optional<bool> allowed = !call.is_wrong && held && is_layer(call.layer) && !has_ended(*held, call.layer) &&
                                   call.q.tokens >= 1 && call.q.tokens <= held->turn[std::size_t(call.layer)];
-    if (*allowed && !is_aligned(call.q)) {  // packed rows, which a first prompt has not, take any queries
+    if (*allowed && !is_aligned(call.q)) {  // packed rows, which a first prompt may have, take any queries
       allowed = false;
-      if (held->answer > 0) allowed.reset();
+      if (held->answer > 0 || method_.packs) allowed.reset();
     }
     if (!apply(allowed, [&](called_cache& cache) {
           const auto [out, lse] = take(call.wanted);
