@@ -35,9 +35,10 @@ struct packed_so_far {
 /// Shorter prompts and decoded tokens join the last segment, in its basis and format, when `Tail` says so. Rows are
 /// packed only in a basis that fits them (`fate`): rows of a sequence stay whole until there are four times as many as
 /// a vector has elements; behind a segment of fewer than 2,048 rows they stay whole until they are as many as all
-/// packed ones, at most 2,048, and become a segment of their own. No number exceeds `segment`.
+/// packed ones, at most 2,048, and become a segment of their own. No number exceeds `segment`. The second rule is not
+/// for searched strategies, nor where tokens have been dropped; neither is for rows that are not rotated.
 /// `prefill=packed`: the rows of a chunk are packed when the next one arrives, and join the last segment until it is
-/// full. So a prompt's peak is what its packed rows take, and whole rows of a chunk.
+/// full. So a prompt's peak is its packed rows, the whole rows of two chunks and up to 2,048 that wait for a basis.
 /// Bytes    see packed_format, and a basis for each segment.
 /// Errors   channels that leave no element, that are no multiple of the group or that exceed what truncation leaves;
 ///          blocks that do not divide the tail: tessera::error.
@@ -231,7 +232,9 @@ auto widest_rows(const Layout& layout) {
 /// parts if a strategy was found meanwhile.
 template <packing_layout Layout>
 index_t max_segments(const Layout& layout, index_t tokens) {
-  const index_t of_prompts = ceil_div(tokens, layout.rows.segment) + 1 +
+  // Chunks that are packed may leave a short segment behind each full one, and another one behind that.
+  const index_t of_chunks = layout.rows.packs_chunks() ? 2 * ceil_div(tokens, layout.rows.segment) : 0;
+  const index_t of_prompts = of_chunks + ceil_div(tokens, layout.rows.segment) + 1 +
                              tokens / Layout::rows_type::own_segment_tokens + layout.rows.growing_segments();
   if constexpr (searching_layout<Layout>) {
     if (searches_strategies(layout)) {
@@ -267,7 +270,7 @@ packed_peak packed_peak_of(const Layout& layout, const turn_extent& turn, index_
       rows.packs_chunks() ? (std::min<offset_t>)(turn.prompt, full + waiting + 2 * chunk) : turn.prompt;
   packed_peak peak;
   peak.whole = index_t((std::max)(in_prompt, (std::min<offset_t>)(turn.tokens(), in_steps)));
-  peak.segments = ceil_div(turn.prompt, rows.segment) + 1 + rows.growing_segments();
+  peak.segments = (rows.packs_chunks() ? 3 : 1) * ceil_div(turn.prompt, rows.segment) + 1 + rows.growing_segments();
   if constexpr (searching_layout<Layout>) {
     if (searches_strategies(layout)) {
       // Decoded rows form segments that end, each perhaps in two parts. A segment ends when it is full; the rows of the

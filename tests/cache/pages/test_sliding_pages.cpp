@@ -28,8 +28,8 @@ TEST_CASE("layers that slide are promised pages for their windows: a prompt need
     const index_t prompt = random.between(500, 700), chunk = recipe.schedule.chunk;
     recipe.placement.max_pages = cache<over_pages>(shape, recipe, one_thread()).upper_bound_pages(prompt);
     CAPTURE(i, shape.window, prompt, chunk, recipe.placement.max_pages);
-    // A layer that slides holds its window, what it may have left behind, and a chunk; the other one a quarter and a chunk.
-    const index_t sliding = shape.window + std::max(16, shape.window / 64) + chunk;
+    // A layer that slides holds its window, what it may have left behind, and at most two chunks; the other one a quarter and a chunk.
+    const index_t sliding = shape.window + std::max(16, shape.window / 64) + 2 * chunk;
     CHECK(recipe.placement.max_pages <= 5 * ceil_div(sliding, 4) + ceil_div(prompt / 4 + chunk + 5, 4));
     const text of(random, shape, 700);
     cache<over_pages> kv(shape, recipe, one_thread());

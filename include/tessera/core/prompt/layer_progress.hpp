@@ -5,6 +5,7 @@
 #include <string>
 
 #include "../error.hpp"
+#include "../parameters.hpp"
 #include "../stored/segment_cursor.hpp"
 #include "prompt_reach.hpp"
 

@@ -246,8 +246,8 @@ class kv_store {
     rows_.shrank(entry, gained, stored_.tokens(entry));
     if (columns_.holds_planes()) columns_.grew(entry, -gained);
   }
-  /// The same for rows that are dropped after room for new tokens was made. No memory is released, because that room
-  /// lies among the dropped rows.
+  /// The same for rows that are dropped after room for new tokens was made, which lies among the dropped rows: only
+  /// pages beyond it are released.
   void dropped(sequence_layer owner, const token_bound& kept, index_t gained) {
     const std::size_t entry = order_.index(owner);
     stored_.keep(entry, {kept, {}});

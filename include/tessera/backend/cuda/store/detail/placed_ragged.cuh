@@ -160,7 +160,7 @@ class placed_rows<Layout, ragged_pages> {
     release_pages(entry);
   }
   /// No page is released: they count as room for the new tokens.
-  void dropped(std::size_t, index_t) {}
+  void dropped(std::size_t, index_t, const token_bound&) {}
 
   /// The pages of a sequence belong to all of its layers: those of the first one share them all.
   void plan_copy(std::size_t, std::size_t, const token_bound&) {}

@@ -146,6 +146,9 @@ void require_packable(const Layout& layout, index_t block) {
     require(format.element != (std::is_same_v<T, bf16> ? packed_element::fp16 : packed_element::bf16), "element",
             "the other type of 16 bits", "same, fp8 or int4 on the device", "take a cache of that type, or the CPU's");
   }
+  if constexpr (requires(const typename Layout::placement_type& where) { where.groups(1, 1); })
+    require(!rows.packs_chunks(), "prefill", "packed", "whole in ragged pages on the device",
+            "take fixed_pages or runs");
   if (block == 0) return;
   require(rows.segment % block == 0, "segment", rows.segment,
           "a multiple of the block on the device, which is " + std::to_string(block), "cut prompts into whole blocks");
