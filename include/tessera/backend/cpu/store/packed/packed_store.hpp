@@ -380,13 +380,11 @@ class kv_store<Layout> {
 
   packed_so_far so_far(const stored_tokens& stored) const {
     if (stored.segments.empty()) return {};
-    const auto longest = [](const host_vector<index_t>& lengths) {
-      return *std::max_element(lengths.begin(), lengths.end());
-    };
+    const auto longest = [](const auto& lengths) { return *std::max_element(lengths.begin(), lengths.end()); };
     // Where tokens have been dropped, a segment's length says nothing of its basis: rows join.
     const bool drops = stored.beside.positions() != nullptr;
-    return {(std::max)(1, longest(stored.packed)),
-            drops ? layout_.rows.lasting_basis_rows() : longest(stored.segments.back()->lengths)};
+    const index_t last = drops ? layout_.rows.lasting_basis_rows() : longest(stored.segments.back()->lengths);
+    return {(std::max)(1, longest(stored.packed)), last};
   }
   sequence_major order_;
   index_t heads_;
