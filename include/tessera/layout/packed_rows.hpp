@@ -259,9 +259,10 @@ packed_peak packed_peak_of(const Layout& layout, const turn_extent& turn, index_
   const auto& rows = layout.rows;
   index_t full = 1;  // whole rows of which a step packs some
   while (full < turn.tokens() && rows.tail.packed_after_step(full) == 0) ++full;
-  // A prompt from which nothing is dropped may be long enough for a basis that lasts.
-  const bool lasts =
-      longest >= turn.tokens() && rows.tail.packed_after_prompt(turn.prompt) >= rows.lasting_basis_rows();
+  // A prompt from which nothing is dropped may end in a segment that is long enough for a basis that lasts.
+  index_t last = rows.tail.packed_after_prompt(turn.prompt);
+  while (last > rows.segment_rows(last)) last -= rows.segment_rows(last);
+  const bool lasts = longest >= turn.tokens() && last >= rows.lasting_basis_rows();
   const offset_t waiting =
       lasts && !rows.packs_chunks() ? 0 : (std::max)(rows.fewest_basis_rows(), rows.lasting_basis_rows());
   const offset_t in_steps = full + waiting + 2 * turn.step, decoded = offset_t(turn.answer) + full;

@@ -8,7 +8,7 @@
 TESSERA_NAMESPACE_BEGIN
 
 /// Ranks tokens by the scores that the engine sets (`set_scores` of a cache), higher ones first. The newest `recent`
-/// tokens are always kept.
+/// tokens are always kept. A NaN ranks last.
 /// Shapes   scores [kv_heads, tokens], fp32, stored beside the tokens and compacted with them.   Unit: token.
 /// Errors   recent below 0 or above the budget: tessera::error.
 /// Cost     4 bytes a stored token and kv_head; none that depends on queries.

@@ -149,3 +149,17 @@ TEST_CASE("a prompt of several segments, and conversations shorter than a tail")
   thin.step(1);
   CHECK(thin.parts() == list{100, 32});
 }
+
+TEST_CASE("a prompt that is cut and written again is as long as it was for its segments") {
+  for (const bool cut : {false, true}) {
+    conversation<mosaic> now{mosaic{}};
+    now.prompt(4096);
+    now.chunk(5000);
+    if (cut) {
+      now.held.truncate(now.id, 4096 + 4500);
+      now.chunk(500);
+    }
+    now.held.end_prefill(now.id);
+    CHECK(now.parts() == list{4096, 4992, 8});
+  }
+}

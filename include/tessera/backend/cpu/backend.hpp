@@ -127,11 +127,15 @@ class backend {
   }
   void check_truncation(index_t) const {}
   /// Takes back a sequence's newest tokens. Needs no memory.
-  void truncate(index_t id, const truncation& plan, const sequence_state<Recipe>&, queue) {
+  void truncate(index_t id, const truncation& plan, const sequence_state<Recipe>& state, queue) {
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
       const sequence_layer owner{layer, id};
       parts_.store.truncate(owner, plan.position);
-      if (plan.is_of_prompt) parts_.store.forget_prompt(owner), parts_.first.observer().forget(owner);
+      if (plan.is_of_prompt) {
+        const layer_progress& progress = state.layers[std::size_t(layer)];
+        parts_.store.forget_prompt(owner, progress.turn_tokens - plan.tokens_of(progress));
+        parts_.first.observer().forget(owner);
+      }
       parts_.read_stage.truncate(owner, parts_.store, plan.ends_lists);
     }
     if (plan.releases) parts_.store.expect(id, 0);

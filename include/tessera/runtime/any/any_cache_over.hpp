@@ -29,6 +29,9 @@ class any_cache_over : public any_cache {
     }
   }
 
+  static_assert(!Recipe::retain_type::takes_scores,
+                "tessera: a cache by name has no set_scores; hold the cache of a recipe whose scores an engine gives");
+
  public:
   /// `tables`: what the recipe's budgets point to, kept as long as the cache and its copies.
   any_cache_over(const model_shape& shape, const Recipe& recipe, typename Backend::resources resources,

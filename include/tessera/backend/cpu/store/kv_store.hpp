@@ -167,7 +167,7 @@ class kv_store {
   }
   /// The smallest position that a sequence can go back to, as far as its rows decide it.
   index_t settled(sequence_layer, index_t) const { return 0; }
-  void forget_prompt(sequence_layer) {}
+  void forget_prompt(sequence_layer, index_t = 0) {}
 
   /// Allocates the memory of the next `keep` of these slots, which then cannot fail.
   void plan_keep(sequence_layer owner, const selection& chosen) {

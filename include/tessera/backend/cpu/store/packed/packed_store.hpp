@@ -131,9 +131,7 @@ class kv_store<Layout> {
     return view;
   }
 
-  void expect(index_t id, index_t tokens, bool moves_rows = false) {
-    whole_.expect(id, packs_chunks() ? 0 : tokens, moves_rows);
-  }
+  void expect(index_t id, index_t tokens, bool moves_rows = false) { whole_.expect(id, tokens, moves_rows); }
   bool packs_chunks() const { return layout_.rows.packs_chunks(); }
   whole_rows& rows() { return whole_; }
   const whole_rows& rows() const { return whole_; }
@@ -183,10 +181,10 @@ class kv_store<Layout> {
   index_t settled(sequence_layer owner, index_t next) const {
     return stored_[owner].segments.empty() ? 0 : next - stored_[owner].since_packing;
   }
-  /// Forgets what was observed of a prompt that is taken back.
-  void forget_prompt(sequence_layer owner) {
+  /// Forgets what was observed of a prompt that is taken back, of which `left` tokens stay.
+  void forget_prompt(sequence_layer owner, index_t left = 0) {
     stored_[owner].window_queries = {};
-    stored_[owner].prompt_tokens = 0;
+    stored_[owner].prompt_tokens = left;
   }
 
   void plan_keep(sequence_layer owner, const selection& chosen) {

@@ -82,9 +82,7 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
     if (beside_.is_under_way() && (itself || whole_.moves())) stream_beside_.hold(stream);
     whole_.commit_room(owners, stream);
   }
-  void expect(index_t id, index_t tokens, bool moves_rows = false) {
-    whole_.expect(id, packs_chunks() ? 0 : tokens, moves_rows);
-  }
+  void expect(index_t id, index_t tokens, bool moves_rows = false) { whole_.expect(id, tokens, moves_rows); }
   bool packs_chunks() const { return layout_.rows.packs_chunks(); }
   void resize(index_t tokens, cudaStream_t stream) {
     finish_layer(stream);
