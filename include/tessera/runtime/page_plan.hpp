@@ -56,9 +56,9 @@ page_plan plan_pages(const head_groups& groups, index_t page, const host_vector<
       lengths[head] = std::clamp(stored[head] + share(layer, h, tokens), least, lengths[head]);
       settled[head] = lengths[head] - tail;
     }
-    // A sliding layer drops the rows that are older than its window once there are more than `spare_room` of them,
-    // before it appends a chunk.
-    const offset_t slid = longest_slid(window(layer));
+    // A sliding layer drops the rows that are older than its window once there are more than `spare_room` of them. It
+    // keeps the rows that the attention of the chunk still reads.
+    const offset_t unattended = tokens < prompt.tokens ? chunk : 0, slid = longest_slid(window(layer)) + unattended;
     for (index_t h = 0; h < groups.kv_heads && window(layer) > 0; ++h) {
       index_t& length = lengths[std::size_t(layer * groups.kv_heads + h)];
       length = index_t((std::min<offset_t>)(length, slid));

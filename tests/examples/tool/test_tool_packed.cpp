@@ -68,10 +68,11 @@ TEST_CASE("mosaickv at full rates gives the vectors back; by default it has its 
   CHECK(worst_difference(all.packed("packed.v"), all.v) < 1e-5);
   CHECK(all.whole("keep.indptr") == std::vector<std::int64_t>{0, tokens, 2 * tokens});
 
-  const compressed_layer usual("mosaickv", 48);
+  CHECK(compressed_layer("mosaickv", 48).metadata("segment") == "65536");  // of which so few tokens have no basis
+  const compressed_layer usual("mosaickv", 48, {{"segment", "128"}});
   const std::vector<std::pair<const char*, const char*>> defaults{
-      {"channels", "0.25"}, {"group", "1"},    {"block", "8"},      {"truncate", "0.25"}, {"tail", "32"},
-      {"segment", "65536"}, {"reduce", "sum"}, {"element", "same"}, {"strategy", "fixed"}};
+      {"channels", "0.25"}, {"group", "1"},    {"block", "8"},      {"truncate", "0.25"},
+      {"tail", "32"},       {"reduce", "sum"}, {"element", "same"}, {"strategy", "fixed"}};
   for (const auto& [name, value] : defaults) CHECK(usual.metadata(name) == value);
   // 128 tokens are packed; a step reads 48 of them, the first and the last block among them, and the tail.
   const auto attended = usual.whole("attend.indices");
@@ -79,7 +80,8 @@ TEST_CASE("mosaickv at full rates gives the vectors back; by default it has its 
   CHECK(attended.front() == 0);
   CHECK(std::find(attended.begin(), attended.end(), 127) != attended.end());
   // A search concerns decoded segments, of which there is none.
-  const compressed_layer searched("mosaickv", 48, {{"strategy", "searched"}, {"least_segment", "64"}});
+  const compressed_layer searched("mosaickv", 48,
+                                  {{"segment", "128"}, {"strategy", "searched"}, {"least_segment", "64"}});
   CHECK(searched.metadata("strategy") == "searched");
   CHECK(searched.packed("packed.k") == usual.packed("packed.k"));
   // The tail is as it was, and what is packed is shorter than it was.

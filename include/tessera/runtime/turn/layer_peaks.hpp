@@ -168,7 +168,7 @@ host_vector<layer_peak> layer_peaks(const Recipe& recipe, const planned<Recipe>&
   for (index_t layer = 0; layer < shape.layers; ++layer) {
     layer_peak peak{turn, roles.follows_recipe(layer), all, all};
     if (roles.slides(layer)) {
-      // Two chunks: a prompt that is not announced sets pages aside for one before any layer has slid.
+      // Two chunks: the attention of one still reads its window when the next one is appended.
       const offset_t slid = longest_slid(roles.window(layer)) + 2 * offset_t((std::max)(turn.chunk, turn.step));
       peak.stored = peak.readable =
           detail::even_heads(shape.kv_heads, index_t((std::min<offset_t>)(turn.tokens(), slid)));

@@ -18,23 +18,22 @@ class prompt_turn {
  public:
   explicit prompt_turn(parts_type& parts) : parts_(parts) {}
 
-  /// Appends a chunk to a layer; its queries are observed. A sliding layer slides first, and a layer that packs chunks
-  /// packs the one before: both stay where the call fails.
+  /// Appends a chunk to a layer; its queries are observed. A layer that packs chunks packs the one before first: this
+  /// stays where the call fails.
   template <class Q, class E>
   void append(sequence_layer owner, const planned<Recipe>& policies, const prompt_chunk& chunk,
               const rows_view<const Q>& q, const rows_view<const E>& k, const rows_view<const E>& v) {
     const bool follows = parts_.roles.follows_recipe(owner.layer);
-    if (!follows) {  // the attention of earlier chunks has read what a sliding layer drops
-      choice& made = parts_.new_choices(1).front();
-      parts_.plan_slide(owner, 0, made);
-      parts_.commit(owner, made);
-    } else if (!chunk.begins && parts_.store.packs_chunks()) {
+    choice& made = parts_.new_choices(1).front();
+    if (follows && !chunk.begins && parts_.store.packs_chunks()) {
       parts_.store.plan_packing(owner, nullptr, packing_moment::chunk_end, *parts_.workers);
       parts_.store.commit_packing(owner, *parts_.workers);
     }
     try {
       parts_.store.append(owner, k, v, chunk.first, chunk.marks);
-      if (follows) {
+      if (!follows) {
+        parts_.plan_slide(owner, k.tokens, made);
+      } else {
         parts_.store.plan_observation(owner, q);
         if (choosing_layer<Recipe>(owner.layer, policies, parts_.roles) == owner.layer) {
           parts_.first.observer().observe_prompt(owner, parts_.store, policies, parts_.roles.rule(owner.layer), q,
@@ -46,6 +45,7 @@ class prompt_turn {
       parts_.store.abandon(owner, chunk.first);
       throw;
     }
+    parts_.commit(owner, made);
     parts_.read_stage.end_candidates(owner);
   }
 
