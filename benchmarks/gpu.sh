@@ -113,7 +113,7 @@ if [ -z "$prebuilt" ]; then
   command -v ninja >/dev/null && generator=(-G Ninja) && keep_going='-k 0'
   targets=()
   { wanted tests || wanted sanitizers; } && targets+=(test_gpu)
-  wanted benchmarks && targets+=(bench_cuda bench_batches bench_forks bench_packed_pages bench_saves)
+  wanted benchmarks && targets+=(bench_cuda bench_batches bench_forks bench_packed_pages bench_saves bench_strategies)
   configure=(cmake -S . -B "$build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release -DTESSERA_CUDA=ON
     -DCMAKE_CUDA_ARCHITECTURES="$architecture" -DCMAKE_CUDA_FLAGS=-lineinfo)
   # The tool and the decode step of a whole model need the example engine, and more libraries than the rest.
@@ -212,6 +212,7 @@ if wanted benchmarks; then
   [ -x "$programs/bench_forks" ] && attempt forks 120 "$programs/bench_forks" ${quick:+4096 2}
   [ -x "$programs/bench_saves" ] && attempt saves 120 "$programs/bench_saves" ${quick:+4096 410 2 3}
   [ -x "$programs/bench_packed_pages" ] && attempt packed_pages 120 "$programs/bench_packed_pages" ${quick:+4096 2 1 4 4096}
+  [ -x "$programs/bench_strategies" ] && attempt strategies 120 "$programs/bench_strategies" ${quick:+2 4096}
   if [ -n "$quick" ] && [ -x "$programs/bench_decode_step" ]; then
     few='--layers 2 --steps 3 --extrapolate 0'
     # shellcheck disable=SC2086 # several words

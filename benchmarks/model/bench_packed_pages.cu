@@ -89,18 +89,6 @@ class measured_cache {
   cuda::cache<Method, bf16>* operator->() { return &kv_; }
 
  private:
-  struct mark {
-    cudaEvent_t event = nullptr;
-    mark() { cuda::check(cudaEventCreate(&event), "cudaEventCreate"); }
-    ~mark() { cudaEventDestroy(event); }
-    void record() { cuda::check(cudaEventRecord(event, nullptr), "cudaEventRecord"); }
-    double until(const mark& later) const {
-      float ms = 0;
-      cuda::check(cudaEventSynchronize(later.event), "cudaEventSynchronize");
-      cuda::check(cudaEventElapsedTime(&ms, event, later.event), "cudaEventElapsedTime");
-      return 1e3 * double(ms);
-    }
-  };
   void append(index_t id, index_t tokens) {
     for (index_t layer = 0; layer < layers_; ++layer) {
       kv_.prefill(layer, id, part(given_.q, q_heads, tokens), part(given_.k, kv_heads, tokens),
@@ -113,7 +101,7 @@ class measured_cache {
   }
   index_t layers_;
   rows given_;
-  mark begun_, done_;
+  cache_bench::mark begun_, done_;
   cuda::cache<Method, bf16> kv_;
 };
 

@@ -34,6 +34,20 @@ struct rows {
   }
 };
 
+/// A moment of the default stream. `until` gives microseconds.
+struct mark {
+  cudaEvent_t event = nullptr;
+  mark() { cuda::check(cudaEventCreate(&event), "cudaEventCreate"); }
+  ~mark() { cudaEventDestroy(event); }
+  void record() { cuda::check(cudaEventRecord(event, nullptr), "cudaEventRecord"); }
+  double until(const mark& later) const {
+    float ms = 0;
+    cuda::check(cudaEventSynchronize(later.event), "cudaEventSynchronize");
+    cuda::check(cudaEventElapsedTime(&ms, event, later.event), "cudaEventElapsedTime");
+    return 1e3 * double(ms);
+  }
+};
+
 inline double median(std::vector<double> all) {
   std::sort(all.begin(), all.end());
   return all[all.size() / 2];

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 
 #include "../concepts/channels.hpp"
@@ -106,6 +107,19 @@ struct packed_rows {
   index_t fewest_basis_rows() const { return Basis::rotates ? (std::min)(4 * (std::max)(k_dim, v_dim), segment) : 0; }
   /// How many of `left` rows of a prompt, which become segments of their own, the next one gets.
   index_t segment_rows(index_t left) const { return left - segment < fewest_basis_rows() ? left : segment; }
+  /// Calls visit(first, count) for the segments that `due` rows become: as many as they fill where it `cuts`, else one.
+  template <class Visit>
+  void for_each_segment(index_t due, bool cuts, const Visit& visit) const {
+    for (index_t first = 0, count = 0; first < due; first += count) {
+      count = cuts ? segment_rows(due - first) : due;
+      visit(first, count);
+    }
+  }
+  index_t segments_of(index_t due, bool cuts) const {
+    index_t count = 0;
+    for_each_segment(due, cuts, [&](index_t, index_t) { ++count; });
+    return count;
+  }
   /// Rows of the longest of these segments.
   offset_t longest_segment() const { return offset_t(segment) + fewest_basis_rows(); }
 
@@ -135,6 +149,15 @@ struct packed_rows {
   bool searches() const {
     if constexpr (Strategy::searches) return strategy.searched();
     return false;
+  }
+  /// Blocks of a searched strategy divide it.
+  index_t searched_block_unit() const { return std::gcd(tail.tail, segment); }
+  /// The same rows by a strategy that a search has found.
+  packed_rows by_strategy(const segment_strategy& found) const {
+    packed_rows own = *this;
+    own.key.channels = own.value.channels = found.channels;
+    own.key.group = own.value.group = found.group;
+    return own;
   }
 
   template <class Self, class Visit>
@@ -175,14 +198,15 @@ struct packed_rows {
   }
   /// What a search may choose always fits.
   void check_search(index_t block) const {
-    packed_rows widest = *this;
-    widest.key.channels = widest.value.channels = strategy_shares.back();
-    widest.key.group = widest.value.group = 1;
+    const packed_rows widest = by_strategy({strategy_shares.back(), 1, strategy_blocks.back()});
     check_format(widest.key, k_dim, widest.key_format());
     check_format(widest.value, v_dim, widest.value_format());
     require(block == 0 || tail.tail % strategy_blocks.back() == 0, "tail", tail.tail,
             "a multiple of the smallest block that is searched, which is " + std::to_string(strategy_blocks.back()),
             "pack whole blocks");
+    require(block == 0 || segment % strategy_blocks.back() == 0, "segment", segment,
+            "a multiple of the smallest block that is searched, which is " + std::to_string(strategy_blocks.back()),
+            "cut prompts into whole blocks");
   }
   template <class Channels>
   void check_format(const Channels& channels, int dim, const packed_format& made) const {

@@ -1,4 +1,4 @@
-// Segments of decoded tokens are packed by a strategy that is searched for each of them.
+// Segments are packed by a strategy that is searched for each of them.
 #pragma once
 
 #include "../core/parameters.hpp"
@@ -6,16 +6,18 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Whether the segments of an answer are packed as the prompt is, or each as a search finds best.
+/// Whether all segments are packed as the recipe says, or each as a search finds best.
 enum class strategy_choice { fixed, searched };
 
+/// A segment that begins with its rows, as a prompt's do, is searched before they are packed (runtime/strategy.hpp).
+///
 /// Decoded tokens join the open segment tail by tail, packed by the strategy of the segment before it. What packing
 /// leaves out of each token, its loss, is summed. The segment ends in one of two cases:
 ///   - it has at least `least_segment` tokens, and their loss has reached `segment_loss` or, where that is 0, the loss
 ///     of `reference` tokens of the segment before it;
 ///   - it holds as many tokens as a segment may.
-/// A thread beside the cache then searches a strategy for the segment (runtime/strategy.hpp) and packs its original
-/// rows anew. Between two steps the result takes the segment's place.
+/// A thread beside the cache then searches a strategy for the segment and packs its original rows anew. Between two
+/// steps the result takes the segment's place.
 ///
 /// Errors   parameters out of range: tessera::error.
 /// Bytes    an open segment also holds its original rows, in fp32.
@@ -34,7 +36,7 @@ struct searched_strategy {
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
     visit("strategy", self.strategy, one_word_of{"fixed or searched"},
-          "whether segments of decoded tokens are packed as all others or by a search for each");
+          "whether all segments are packed alike or each by a search of its own");
     visit("channel_loss", self.channel_loss, value_range{0.0f, 1.0f},
           "share of a vector's energy that a searched strategy may leave out");
     visit("block_spread", self.block_spread, value_range{0.0f, 1.0f},

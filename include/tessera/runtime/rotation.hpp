@@ -137,15 +137,20 @@ inline host_vector<index_t> group_channels(const host_vector<double>& together, 
   return order;
 }
 
+/// Rows by which the order of channels is found, and losses are measured: every so many-th, at most 1,024.
+constexpr index_t sample_step(index_t count) {
+  constexpr index_t samples = 1024;
+  return count > samples ? ceil_div(count, samples) : 1;
+}
+
 /// The order for groups of `format.group`, from the single channels that the selector `channels` chooses in up to 1,024
 /// of `count` rotated rows. row(i) is one of these rows, [format.channels].
 template <class Channels, class Row>
 host_vector<index_t> order_of_channels(const Channels& channels, const packed_format& format, index_t count,
                                        const Row& row) {
-  constexpr index_t samples = 1024;
   packed_format single = format;
   single.group = 1;
-  const index_t n = format.channels, step = (std::max)(1, ceil_div(count, samples));
+  const index_t n = format.channels, step = sample_step(count);
   host_vector<double> together(std::size_t(n) * std::size_t(n), 0.0);
   host_vector<std::uint8_t> bits(std::size_t(single.set_bytes()));
   for (index_t i = 0; i < count; i += step) {

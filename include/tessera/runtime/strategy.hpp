@@ -12,17 +12,50 @@
 
 TESSERA_NAMESPACE_BEGIN
 
+/// What the candidate strategies of a segment's rows lose, and how much its keys differ within blocks.
+struct strategy_measures {
+  /// Mean losses by share of channels, then group; infinite where a candidate does not fit the head dims.
+  std::array<std::array<double, strategy_groups.size()>, strategy_shares.size()> losses{};
+  std::array<double, strategy_blocks.size()> inside{};  ///< sums of squared distances from the means of blocks
+  double outside = 0;                                   ///< sum of squared distances from the means of heads
+
+  /// The best strategy; a block divides `tail`.
+  ///
+  /// Candidates qualify if their mean loss is below `loss`. The best of these keeps the fewest channels and, among
+  /// equals, has the largest group. If none qualifies, the choice is the most channels in groups of one. The block is
+  /// the largest within which the keys' variance is below `spread` times their variance over the whole segment. If none
+  /// qualifies, it is the smallest block.
+  segment_strategy best(float loss, float spread, index_t tail) const {
+    segment_strategy result{strategy_shares.back(), 1, strategy_blocks.back()};
+    bool found = false;
+    for (std::size_t s = 0; s < strategy_shares.size() && !found; ++s) {
+      for (std::size_t g = 0; g < strategy_groups.size() && !found; ++g) {
+        found = losses[s][g] < double(loss);
+        if (found) result.channels = strategy_shares[s], result.group = strategy_groups[g];
+      }
+    }
+    for (std::size_t b = strategy_blocks.size(); b-- > 0;) {  // later iterations overwrite: the largest qualifying wins
+      if (tail % strategy_blocks[b] == 0 && inside[b] < double(spread) * outside) result.block = strategy_blocks[b];
+    }
+    return result;
+  }
+};
+
+/// Whether a candidate of `kept` channels in groups of `group` fits rows of which `left` channels are left.
+TESSERA_HD constexpr bool fits_candidate(index_t kept, index_t group, index_t left) {
+  return kept > 0 && kept % group == 0 && left % group == 0 && kept <= left;
+}
+
 /// Measures the loss of every candidate strategy on the rows of a segment, head by head, for K and V; then chooses one.
 ///
 /// The loss of a vector is the share of its energy that is left out, |x - x^|^2 / (|x|^2 + 1e-12). The loss of a token
-/// is the mean of K's and V's. Candidates qualify if their mean loss is below `loss`. The best of these keeps the
-/// fewest channels and, among equals, has the largest group. If none qualifies, the choice is the most channels in
-/// groups of one. The block is the largest within which the keys' variance is below `spread` times their variance over
-/// the whole segment. If none qualifies, it is the smallest block.
+/// is the mean of K's and V's. Losses are those of up to 1,024 evenly spaced rows of a head; bases and blocks are of
+/// all rows.
 ///
-/// Cost     per head, for each of K and V: one second moment, one set of eigenvectors, and nine selections per vector.
-/// Paper    MosaicKV, arXiv:2607.00760, Sec. 5.4, 5.5. The loss, the order of the search and both thresholds are ours:
-///          it gives none.
+/// Cost     per head, for each of K and V: one second moment, one set of eigenvectors, and nine selections of each of
+///          the 1,024 rows.
+/// Paper    MosaicKV, arXiv:2607.00760, Sec. 5.4, 5.5. The loss, the sample, the order of the search and both
+///          thresholds are ours: it gives none.
 template <class Channels>
 class strategy_search {
  public:
@@ -45,10 +78,11 @@ class strategy_search {
     for (index_t c = 0; c < left; ++c) {
       for (index_t d = 0; d < dim; ++d) turned[std::size_t(offset_t(d) * left + c)] = basis[offset_t(c) * dim + d];
     }
-    host_vector<float> rows(std::size_t(offset_t(count) * left), 0.0f), given(static_cast<std::size_t>(dim));
-    host_vector<double> energy(std::size_t(count), 0.0);
-    for (index_t i = 0; i < count; ++i) {
-      load(i, given.data());
+    const index_t step = sample_step(count), samples = ceil_div(count, step);
+    host_vector<float> rows(std::size_t(offset_t(samples) * left), 0.0f), given(static_cast<std::size_t>(dim));
+    host_vector<double> energy(std::size_t(samples), 0.0);
+    for (index_t i = 0; i < samples; ++i) {
+      load(i * step, given.data());
       float* to = rows.data() + offset_t(i) * left;
       for (index_t d = 0; d < dim; ++d) {
         const float x = given[std::size_t(d)], *from = turned.data() + offset_t(d) * left;
@@ -88,21 +122,24 @@ class strategy_search {
     if (count > 0) outside_ += energy - drain_squares(all) / double(count);
   }
 
-  /// The best strategy; a block divides `tail`.
-  segment_strategy best(float loss, float spread, index_t tail) const {
-    segment_strategy result{strategy_shares.back(), 1, strategy_blocks.back()};
-    bool found = false;
-    for (std::size_t s = 0; s < strategy_shares.size() && !found; ++s) {
-      for (std::size_t g = 0; g < strategy_groups.size() && !found; ++g) {
-        found = tried_[s][g].possible && tried_[s][g].mean() < double(loss);
-        if (found) result.channels = strategy_shares[s], result.group = strategy_groups[g];
-      }
+  /// Adds what another search has measured of other heads.
+  void add(const strategy_search& other) {
+    for (std::size_t s = 0; s < strategy_shares.size(); ++s) {
+      for (std::size_t g = 0; g < strategy_groups.size(); ++g) tried_[s][g].add(other.tried_[s][g]);
     }
-    for (std::size_t b = strategy_blocks.size(); b-- > 0;) {  // later iterations overwrite: the largest qualifying wins
-      if (tail % strategy_blocks[b] == 0 && inside_[b] < double(spread) * outside_) result.block = strategy_blocks[b];
+    for (std::size_t b = 0; b < strategy_blocks.size(); ++b) inside_[b] += other.inside_[b];
+    outside_ += other.outside_;
+  }
+
+  strategy_measures measures() const {
+    strategy_measures result{{}, inside_, outside_};
+    for (std::size_t s = 0; s < strategy_shares.size(); ++s) {
+      for (std::size_t g = 0; g < strategy_groups.size(); ++g) result.losses[s][g] = loss(s, g);
     }
     return result;
   }
+  /// See strategy_measures.
+  segment_strategy best(float loss, float spread, index_t tail) const { return measures().best(loss, spread, tail); }
 
   /// The mean loss of a candidate; infinite where it does not fit the head dims.
   double loss(std::size_t share, std::size_t group) const {
@@ -114,6 +151,10 @@ class strategy_search {
     double sum = 0, rows = 0;
     bool possible = true;
     double mean() const { return rows > 0 ? sum / rows : 0; }
+    void add(const trial& other) {
+      sum += other.sum, rows += other.rows;
+      possible = possible && other.possible;
+    }
   };
 
   Channels of_candidate(float share, index_t group) const {
@@ -137,8 +178,9 @@ class strategy_search {
     const index_t count = index_t(energy.size()), left = count > 0 ? index_t(rows.size() / energy.size()) : 0;
     const index_t kept = channels.stored_channels(dim), group = channels.group_size();
     const packed_format format{packed_element::single, left, group, kept, true};
-    to.possible = to.possible && kept > 0 && kept % group == 0 && left % group == 0 && kept <= left;
-    if (!to.possible || count == 0) return;
+    if (count == 0) return;
+    to.possible = to.possible && fits_candidate(kept, group, left);
+    if (!to.possible) return;
     const auto row = [&](index_t i) { return rows.data() + offset_t(i) * left; };
     const host_vector<index_t> order = order_of_channels(channels, format, count, row);
     host_vector<double> groups(std::size_t(format.groups()));
@@ -159,8 +201,8 @@ class strategy_search {
 
   Channels like_;
   std::array<std::array<trial, strategy_groups.size()>, strategy_shares.size()> tried_;
-  std::array<double, strategy_blocks.size()> inside_{};  // sums of squared distances from the means of blocks
-  double outside_ = 0;                                   // sum of squared distances from the means of heads
+  std::array<double, strategy_blocks.size()> inside_{};
+  double outside_ = 0;
 };
 
 TESSERA_NAMESPACE_END

@@ -1,6 +1,6 @@
 // The order of a basis' channels on the GPU, for groups of several, against the host's.
 #include "packed_case.hpp"
-#include "tessera/backend/cuda/store/packed/detail/segment_bases.cuh"
+#include "tessera/backend/cuda/store/packed/detail/channel_orders.cuh"
 #include "tessera/channels/top_groups.hpp"
 
 using namespace tessera;
@@ -20,9 +20,15 @@ void check_order(index_t group, index_t count) {
   std::vector<float> basis(std::size_t(heads * channels * D), 0.0f);
   for (index_t i = 0; i < heads * channels; ++i) basis[std::size_t(i * D + i % channels)] = 1;
   buffer<float> ordered(basis);
-  const cuda::order_bases<view_type, D> order(true, format, heads);
-  order.run(view, first, count, ordered.data, nullptr);
-  const auto got = ordered.get();
+  buffer<float> values(basis);  // in another order: they lie behind a sample of other rows
+  const int kept = int(format.stored_channels);
+  cuda::channel_orders<view_type> order({int(channels), int(channels), 2, {kept / 2, kept}, {kept / 2, kept}}, heads,
+                                        2);
+  for (const index_t i : {0, 1}) order.sample(i, {view, 0, first, count}, ordered.data, values.data, nullptr);
+  order.find(2, nullptr);
+  order.apply(1, true, 1, group, ordered.data, nullptr);
+  order.apply(0, false, 0, group, values.data, nullptr);
+  const auto got = ordered.get(), got_values = values.get();
   index_t wrong = 0, moved = 0;
   for (index_t h = 0; h < heads; ++h) {
     std::vector<float> row(static_cast<std::size_t>(D));
@@ -30,7 +36,14 @@ void check_order(index_t group, index_t count) {
       for (int d = 0; d < D; ++d) row[std::size_t(d)] = float(rows.key(0, h, first + i)[d]);
       return row.data();
     });
+    packed_format half = format;
+    half.stored_channels = kept / 2;
+    const auto of_values = order_of_channels(top_groups{0.125f, group}, half, count, [&](index_t i) {
+      for (int d = 0; d < D; ++d) row[std::size_t(d)] = float(rows.value(0, h, first + i)[d]);
+      return row.data();
+    });
     for (index_t c = 0; c < channels; ++c) {
+      wrong += got_values[std::size_t((h * channels + c) * D + of_values[std::size_t(c)])] != 1;
       wrong += got[std::size_t((h * channels + c) * D + expected[std::size_t(c)])] != 1;
       moved += expected[std::size_t(c)] != c;
     }

@@ -7,6 +7,7 @@
 
 #include "backend/cuda/cache/cases/cache_case.hpp"
 #include "support/searched_rows.hpp"
+#include "tessera/backend/cuda/store/packed/unpack_rows.cuh"
 #include "tessera/methods/mosaickv.hpp"
 
 namespace gpu_test::searched {
@@ -108,5 +109,48 @@ struct searched_conversation {
   }
   strategy_report report() const { return held.strategies(0); }
 };
+
+/// The largest error of a step's outputs, relative to their length, against attention in double over the slots that the step says it read, of
+/// what the device stores.
+inline double error_of_step(searched_conversation& now) {
+  now.held.trace_attended(true);
+  now.step(false);
+  now.held.trace_attended(false);
+  double worst = 0;
+  const auto out = now.out.get();
+  const index_t slots = now.tokens, group = q_heads / kv_heads;
+  for (index_t layer = 0; layer < layers; ++layer) {
+    buffer<float> k(std::size_t(kv_heads * slots) * dim), v(k.count);
+    cuda::unpack_rows(now.held.view(layer, 0), slots, k.data, v.data, now.stream);
+    now.finish();
+    const auto keys = k.get(), values = v.get();
+    const auto queries = rows_of(now.tokens - 1, layer, 2, q_heads);
+    for (index_t head = 0; head < q_heads; ++head) {
+      const float* own_k = keys.data() + offset_t(head / group) * slots * dim;
+      const float* own_v = values.data() + offset_t(head / group) * slots * dim;
+      std::vector<double> logits, sum(dim, 0.0);
+      double most = -1e300, total = 0, difference = 0, size = 1e-12;
+      const auto& read = now.held.attended(layer, 0)[std::size_t(head / group)];
+      REQUIRE(read.back() == slots - 1);
+      for (const index_t slot : read) {
+        double x = 0;
+        for (index_t d = 0; d < dim; ++d)
+          x += double(float(queries[std::size_t(head * dim + d)])) * own_k[slot * dim + d];
+        logits.push_back(x / std::sqrt(double(dim))), most = std::max(most, logits.back());
+      }
+      for (std::size_t i = 0; i < read.size(); ++i) {
+        const double p = std::exp(logits[i] - most);
+        total += p;
+        for (index_t d = 0; d < dim; ++d) sum[std::size_t(d)] += p * own_v[read[i] * dim + d];
+      }
+      for (index_t d = 0; d < dim; ++d) {
+        const double x = sum[std::size_t(d)] / total;
+        difference += std::pow(double(out[std::size_t((layer * q_heads + head) * dim + d)]) - x, 2), size += x * x;
+      }
+      worst = std::max(worst, std::sqrt(difference / size));
+    }
+  }
+  return worst;
+}
 
 }  // namespace gpu_test::searched

@@ -184,6 +184,12 @@ TEST_CASE("layers of a prompt that are packed beside the next ones answer as wit
   auto neighbours = beside::with_segments<mosaickv<bf16, beside::dim>>(256);
   neighbours.layout.rows.key.group = neighbours.layout.rows.value.group = 2;
   beside::answers_as_without(neighbours, 500);
+  auto searching = beside::with_segments<mosaickv<bf16, beside::dim>>(512);
+  searching.layout.rows.strategy.strategy = strategy_choice::searched;
+  beside::answers_as_without(searching, shrunk(3000, 700));
+  auto searching_pages = beside::with_segments<paged>(512);
+  searching_pages.layout.rows.strategy.strategy = strategy_choice::searched;
+  beside::answers_as_without(searching_pages, shrunk(3000, 700));
 }
 
 TEST_CASE("without layers that end a prompt of all layers needs room for them", "[gpu][cache][packed]") {

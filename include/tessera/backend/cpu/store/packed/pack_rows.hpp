@@ -5,6 +5,7 @@
 
 #include "../../../../core/host/host_vector.hpp"
 #include "../../../../runtime/rotation.hpp"
+#include "../../../../runtime/strategy.hpp"
 #include "packed_view.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -24,11 +25,23 @@ class side_packer {
   side_packer(index_t count, const Load& load) : count_(count), load_(load) {}
 
   /// The basis of the rows: [channels, D] into `basis`.
+  void find_basis(index_t channels, const std::string& of, float* basis) {
+    find_rotation(second_moment(count_, D, load_), D, channels, of, basis);
+  }
+  /// Orders a basis for the groups of a format.
   template <class Channels>
-  void find_basis(const Channels& channels, const packed_format& format, const std::string& of, float* basis) {
-    find_rotation(second_moment(count_, D, load_), D, format.channels, of, basis);
+  void order_channels(const Channels& channels, const packed_format& format, float* basis) {
     if constexpr (vector_channels<Channels>) {
-      if (format.group > 1) order_channels(channels, format, basis);
+      if (format.group == 1) return;
+      const host_vector<index_t> order = order_of_channels(channels, format, count_, [&](index_t i) {
+        load_(i, given_.data());
+        rotate_rows<D>(given_.data(), 1, basis, format.channels, turned_.data(), rotated_.data());
+        return rotated_.data();
+      });
+      const host_vector<float> unordered(basis, basis + offset_t(format.channels) * D);
+      for (index_t c = 0; c < format.channels; ++c) {
+        std::copy_n(unordered.data() + offset_t(order[std::size_t(c)]) * D, D, basis + offset_t(c) * D);
+      }
     }
   }
 
@@ -44,19 +57,6 @@ class side_packer {
   }
 
  private:
-  template <class Channels>
-  void order_channels(const Channels& channels, const packed_format& format, float* basis) {
-    const host_vector<index_t> order = order_of_channels(channels, format, count_, [&](index_t i) {
-      load_(i, given_.data());
-      rotate_rows<D>(given_.data(), 1, basis, format.channels, turned_.data(), rotated_.data());
-      return rotated_.data();
-    });
-    const host_vector<float> unordered(basis, basis + offset_t(format.channels) * D);
-    for (index_t c = 0; c < format.channels; ++c) {
-      std::copy_n(unordered.data() + offset_t(order[std::size_t(c)]) * D, D, basis + offset_t(c) * D);
-    }
-  }
-
   index_t count_;
   const Load& load_;
   host_vector<float> given_ = host_vector<float>(packed_at_once * D), rotated_ = given_,
@@ -90,40 +90,50 @@ class row_packer {
         layer_(layer),
         workers_(workers) {}
 
-  /// A segment of these rows in a basis of their own.
+  /// A segment of these rows in a basis of their own; where strategies are searched, by the one that a search finds.
   /// Errors   a second moment with NaN or infinity: tessera::error.
   std::shared_ptr<segment_type> in_own_basis(const row_lists& lists, const query_squares& queries) const {
-    auto basis = std::make_shared<segment_basis>();
-    const index_t heads = source_.kv_heads;
-    if constexpr (rows_type::basis_type::rotates) {
-      basis->k.resize(std::size_t(heads) * std::size_t(format_.k.channels) * k_dim);
-      basis->v.resize(std::size_t(heads) * std::size_t(format_.v.channels) * v_dim);
+    if constexpr (searching_layout<Layout>) {
+      if (rows_.searches()) return by_searched_strategy(lists, [] { return false; });
     }
-    if (!key_bits) basis->k_set.resize(std::size_t(heads * format_.k.set_bytes()));
-    if (!value_bits) basis->v_set.resize(std::size_t(heads * format_.v.set_bytes()));
+    auto basis = std::make_shared<segment_basis>();
+    resize(*basis);
+    workers_.for_each(source_.kv_heads, [&](index_t h, int) {
+      find_bases(lists, h, *basis);
+      finish_basis(lists, h, queries.empty() ? nullptr : queries.data() + offset_t(h) * k_dim, *basis);
+    });
+    return in_basis(std::move(basis), lists);
+  }
+
+  /// A segment of these rows by a strategy that is searched for them; null where `stops()` says, between two heads,
+  /// that nobody waits for it. Errors as in_own_basis.
+  template <class Stops>
+  std::shared_ptr<segment_type> by_searched_strategy(const row_lists& lists, const Stops& stops) const
+      requires searching_layout<Layout> {
+    auto basis = std::make_shared<segment_basis>();
+    resize(*basis);
+    const index_t heads = source_.kv_heads;
+    using search = strategy_search<typename rows_type::key_channels>;
+    host_vector<search> of_heads(std::size_t(heads), search(rows_.key));
     workers_.for_each(heads, [&](index_t h, int) {
+      if (stops()) return;
+      find_bases(lists, h, *basis);
       const auto keys = load_keys_of(lists, h);
       const auto values = load_values_of(lists, h);
       const index_t count = index_t(lists[std::size_t(h)].size());
-      const std::string of = " of layer " + std::to_string(layer_) + ", kv_head " + std::to_string(h);
-      if constexpr (rows_type::basis_type::rotates) {
-        detail::pack_side<k_dim>(count, keys)
-            .find_basis(rows_.key, format_.k, "keys" + of, basis->k.data() + offset_t(h) * format_.k.channels * k_dim);
-        detail::pack_side<v_dim>(count, values)
-            .find_basis(rows_.value, format_.v, "values" + of,
-                        basis->v.data() + offset_t(h) * format_.v.channels * v_dim);
-      }
-      const double* squares = queries.empty() ? nullptr : queries.data() + offset_t(h) * k_dim;
-      if constexpr (!key_bits) {
-        choose_set<k_dim>(rows_.key, format_.k, h, keys, count, squares, basis->k, basis->k_set);
-      }
-      if constexpr (!value_bits) {
-        choose_set<v_dim>(rows_.value, format_.v, h, values, count, nullptr, basis->v, basis->v_set);
-      }
+      search& own = of_heads[std::size_t(h)];
+      own.add(count, k_dim, format_.k.channels, k_basis(*basis, h), keys);
+      own.add(count, v_dim, format_.v.channels, v_basis(*basis, h), values);
+      own.add_blocks(count, k_dim, keys);
     });
-    auto made = std::make_shared<segment_type>(format_, std::move(basis), heads);
-    add(lists, *made);
-    return made;
+    if (stops()) return nullptr;
+    for (index_t h = 1; h < heads; ++h) of_heads.front().add(of_heads[std::size_t(h)]);
+    const segment_strategy best =
+        of_heads.front().best(rows_.strategy.channel_loss, rows_.strategy.block_spread, rows_.searched_block_unit());
+    const rows_type own = rows_.by_strategy(best);
+    const row_packer packer(own, format_.block > 0 ? best.block : 0, source_, layer_, workers_);
+    workers_.for_each(heads, [&](index_t h, int) { packer.finish_basis(lists, h, nullptr, *basis); });
+    return packer.in_basis(std::move(basis), lists);
   }
 
   /// A segment of these rows in another segment's basis and format.
@@ -145,6 +155,50 @@ class row_packer {
   }
 
  private:
+  void resize(segment_basis& basis) const {
+    const index_t heads = source_.kv_heads;
+    if constexpr (rows_type::basis_type::rotates) {
+      basis.k.resize(std::size_t(heads) * std::size_t(format_.k.channels) * k_dim);
+      basis.v.resize(std::size_t(heads) * std::size_t(format_.v.channels) * v_dim);
+    }
+    if (!key_bits) basis.k_set.resize(std::size_t(heads * format_.k.set_bytes()));
+    if (!value_bits) basis.v_set.resize(std::size_t(heads * format_.v.set_bytes()));
+  }
+  float* k_basis(segment_basis& basis, index_t head) const {
+    return basis.k.data() + offset_t(head) * format_.k.channels * k_dim;
+  }
+  float* v_basis(segment_basis& basis, index_t head) const {
+    return basis.v.data() + offset_t(head) * format_.v.channels * v_dim;
+  }
+  /// The bases of one head, their channels by energy.
+  void find_bases(const row_lists& lists, index_t h, segment_basis& basis) const {
+    if constexpr (rows_type::basis_type::rotates) {
+      const auto keys = load_keys_of(lists, h);
+      const auto values = load_values_of(lists, h);
+      const index_t count = index_t(lists[std::size_t(h)].size());
+      const std::string of = " of layer " + std::to_string(layer_) + ", kv_head " + std::to_string(h);
+      detail::pack_side<k_dim>(count, keys).find_basis(format_.k.channels, "keys" + of, k_basis(basis, h));
+      detail::pack_side<v_dim>(count, values).find_basis(format_.v.channels, "values" + of, v_basis(basis, h));
+    }
+  }
+  /// Orders the channels of one head for the groups of the format, and chooses the sets that its rows share.
+  void finish_basis(const row_lists& lists, index_t h, const double* squares, segment_basis& basis) const {
+    const auto keys = load_keys_of(lists, h);
+    const auto values = load_values_of(lists, h);
+    const index_t count = index_t(lists[std::size_t(h)].size());
+    if constexpr (rows_type::basis_type::rotates) {
+      detail::pack_side<k_dim>(count, keys).order_channels(rows_.key, format_.k, k_basis(basis, h));
+      detail::pack_side<v_dim>(count, values).order_channels(rows_.value, format_.v, v_basis(basis, h));
+    }
+    if constexpr (!key_bits) choose_set<k_dim>(rows_.key, format_.k, h, keys, count, squares, basis.k, basis.k_set);
+    if constexpr (!value_bits)
+      choose_set<v_dim>(rows_.value, format_.v, h, values, count, nullptr, basis.v, basis.v_set);
+  }
+  std::shared_ptr<segment_type> in_basis(std::shared_ptr<segment_basis> basis, const row_lists& lists) const {
+    auto made = std::make_shared<segment_type>(format_, std::move(basis), source_.kv_heads);
+    add(lists, *made);
+    return made;
+  }
   auto load_keys_of(const row_lists& lists, index_t head) const {
     return [this, &lists, head](index_t i, float* row) {
       load_key(source_, 0, head, lists[std::size_t(head)][std::size_t(i)], row);

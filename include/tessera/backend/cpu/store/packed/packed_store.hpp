@@ -262,15 +262,14 @@ class kv_store<Layout> {
     for (const auto& list : due) made.counts.push_back(index_t(list.size()));
     if (made.in_own_basis) {
       const query_squares queries = stored.window_queries.means(heads_, Layout::k_dim);
-      for (index_t first = 0, share = 0; first < longest; first += share) {
-        share = when != packing_moment::step_end ? layout_.rows.segment_rows(longest - first) : longest;
+      layout_.rows.for_each_segment(longest, when != packing_moment::step_end, [&](index_t first, index_t share) {
         row_lists part;
         for (const auto& list : due) {
           const auto begin = list.begin() + (std::min<offset_t>)(first, offset_t(list.size()));
           part.emplace_back(begin, list.begin() + (std::min<offset_t>)(offset_t(first) + share, offset_t(list.size())));
         }
         made.segments.push_back(packer.in_own_basis(part, queries));
-      }
+      });
     } else {
       searches_.prepare(owner, whole, due);
       made.segments.push_back(packer.as_in(searches_.like(owner, stored.segments), due));

@@ -41,37 +41,20 @@ class strategy_task final : public background_task {
   void run(const std::atomic<bool>& stopping) override {
     executor alone(1);  // the cache's executor may be busy with the cache's calls
     for (layer_part& part : parts) {
-      strategy_search<typename rows_type::key_channels> search(rows_.key);
+      typename row_packer<Layout>::row_lists all(std::size_t(part.rows.kv_heads), host_vector<index_t>{});
       for (index_t h = 0; h < part.rows.kv_heads; ++h) {
-        if (this->is_over(stopping)) return;
-        const index_t count = part.rows.length(h);
-        const std::string of = " of layer " + std::to_string(part.layer) + ", kv_head " + std::to_string(h);
-        const auto keys = [&](index_t i, float* row) { load_key(part.rows, 0, h, i, row); };
-        const auto values = [&](index_t i, float* row) { load_value(part.rows, 0, h, i, row); };
-        search.add(count, k_dim, rows_.basis.channels(k_dim), "keys" + of, keys);
-        search.add(count, v_dim, rows_.basis.channels(v_dim), "values" + of, values);
-        search.add_blocks(count, k_dim, keys);
+        all[std::size_t(h)].resize(std::size_t(part.rows.length(h)));
+        std::iota(all[std::size_t(h)].begin(), all[std::size_t(h)].end(), 0);
       }
-      if (this->is_over(stopping)) return;
       part.made =
-          packed(part, search.best(rows_.strategy.channel_loss, rows_.strategy.block_spread, rows_.tail.tail), alone);
+          row_packer<Layout, source>(rows_, block_, part.rows, part.layer, alone).by_searched_strategy(all, [&] {
+            return this->is_over(stopping);
+          });
+      if (!part.made) return;
     }
   }
 
  private:
-  segment_pointer packed(const layer_part& part, const segment_strategy& best, executor& alone) const {
-    rows_type rows = rows_;
-    rows.key.channels = rows.value.channels = best.channels;
-    rows.key.group = rows.value.group = best.group;
-    typename row_packer<Layout>::row_lists all(std::size_t(part.rows.kv_heads), host_vector<index_t>{});
-    for (index_t h = 0; h < part.rows.kv_heads; ++h) {
-      all[std::size_t(h)].resize(std::size_t(part.rows.length(h)));
-      std::iota(all[std::size_t(h)].begin(), all[std::size_t(h)].end(), 0);
-    }
-    const index_t block = block_ > 0 ? best.block : 0;
-    return row_packer<Layout, source>(rows, block, part.rows, part.layer, alone).in_own_basis(all, {});
-  }
-
   rows_type rows_;
   index_t block_;
 };

@@ -139,6 +139,7 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
       made.make_room();
       made.memory = maker_.memory_for(made.new_spans.size());
       maker_.find_bases(made.new_spans, made.memory, stream);
+      plan_memory(made);
       if (!made.owners.empty() && made.prompt_ends) whole_.plan_keep(made.owners, made.left);
       pending_ = std::move(made);
     } catch (...) {
@@ -151,7 +152,7 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
     std::size_t begun_count = 0;  // segments that have begun
     for (std::size_t i = 0; i < made.owners.size(); ++i) {
       const sequence_layer owner = made.owners[i], packed = packed_owner(owner);
-      for_each_part(made.due[i], made.cuts && made.begins[i], [&](index_t first, index_t count) {
+      layout_.rows.for_each_segment(made.due[i], made.cuts && made.begins[i], [&](index_t first, index_t count) {
         const auto& all = packed_.segments(packed);
         if (made.begins[i]) {
           packed_.begin_segment(
@@ -192,17 +193,17 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
     const auto due_part = this->due(owner, packing_moment::prompt_end, prompt);
     const index_t due = due_part.rows;
     const std::size_t held = due > 0 ? packed_.segments(packed_owner(owner)).size() : 0;
-    if (!due_part.begins() || index_t(held) + parts_of(due, true) > packed_.max_segments()) return;
+    if (!due_part.begins() || index_t(held) + layout_.rows.segments_of(due, true) > packed_.max_segments()) return;
     packing_plan plan;
     add_spans(plan.new_spans, owner, due, true);
     layer_beside made{owner, due, {}};
     made.segments.reserve(plan.new_spans.size());
     packed_.make_room(packed_owner(owner), plan.new_spans.size());
-    const bases_and_sets memory = maker_.memory_for(plan.new_spans.size());
-    if (!plan_new_segments(plan.new_spans, packed_owner(owner))) return;
+    bases_and_sets memory = maker_.memory_for(plan.new_spans.size());
     try {
       const cudaStream_t beside = stream_beside_.begin(stream);
       maker_.start_bases(plan.new_spans, memory, beside);
+      if (!plan_new_segments(plan.new_spans, memory, packed_owner(owner))) return stream_beside_.drain();
       for (std::size_t i = 0; i < plan.new_spans.size(); ++i) {
         segment_record begun = maker_.begin(memory, i, plan.new_spans[i], packed_owner(owner), beside);
         made.segments.push_back(packed_.begin_unseen(packed_owner(owner), std::move(begun), plan.new_spans[i].count,
@@ -311,7 +312,7 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
  private:
   using packing_plan = cuda::packing_plan<view_type>;
 
-  /// Adds an owner's rows that are due to a plan, and plans memory for them.
+  /// Adds an owner's rows that are due to a plan.
   void plan_owner(packing_plan& made, sequence_layer owner, packing_moment when, index_t prompt) {
     const auto part = this->due(owner, when, prompt);
     const index_t due = part.rows;
@@ -319,23 +320,37 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
     const sequence_layer packed = packed_owner(owner);
     const index_t whole = whole_.bound(owner).longest;
     const auto& held = packed_.segments(packed);
-    const bool begins = part.begins(), joins = !begins && searches_.joins(packed, held), cuts = begins && made.cuts;
-    if (!joins) packed_.require_segments(index_t(held.size()) + parts_of(due, cuts));
-    for_each_part(due, cuts, [&](index_t, index_t count) {
-      packed_.plan_rows(packed, begins ? maker_.record() : searches_.like(packed, held), !joins, count);
-    });
+    const bool begins = part.begins(), cuts = begins && made.cuts;
+    if (begins || !searches_.joins(packed, held))
+      packed_.require_segments(index_t(held.size()) + layout_.rows.segments_of(due, cuts));
     made.owners.push_back(owner);
     made.left.push_back({{whole - due, offset_t(heads_) * (whole - due)}, {}});
     made.due.push_back(due), made.begins.push_back(begins);
     made.originals.push_back(begins ? host_vector<rows_before>{} : searches_.blocks_for(packed, due));
-    packed_.make_room(packed, std::size_t(parts_of(due, cuts)));
+    packed_.make_room(packed, std::size_t(layout_.rows.segments_of(due, cuts)));
     if (begins) add_spans(made.new_spans, owner, due, cuts);
   }
+  /// Plans memory for all rows of a plan, in the formats that have been found.
+  void plan_memory(const packing_plan& made) {
+    std::size_t begun = 0;
+    for (std::size_t i = 0; i < made.owners.size(); ++i) {
+      const sequence_layer packed = packed_owner(made.owners[i]);
+      const auto& held = packed_.segments(packed);
+      layout_.rows.for_each_segment(made.due[i], made.cuts && made.begins[i], [&](index_t, index_t count) {
+        if (made.begins[i])
+          packed_.plan_rows(packed, maker_.record(made.memory, begun++), true, count);
+        else
+          packed_.plan_rows(packed, searches_.like(packed, held), !searches_.joins(packed, held), count);
+      });
+    }
+  }
   /// Plans memory of new segments. Returns whether there is enough.
-  bool plan_new_segments(const host_vector<segment_span<view_type>>& spans, sequence_layer packed) {
+  bool plan_new_segments(const host_vector<segment_span<view_type>>& spans, const bases_and_sets& memory,
+                         sequence_layer packed) {
     packed_.forget_plan();
     try {
-      for (const auto& span : spans) packed_.plan_rows(packed, maker_.record(), true, span.count);
+      for (std::size_t i = 0; i < spans.size(); ++i)
+        packed_.plan_rows(packed, maker_.record(memory, i), true, spans[i].count);
     } catch (const error&) {
       packed_.forget_plan();
       return false;
@@ -347,21 +362,8 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
   }
 
   void add_spans(host_vector<segment_span<view_type>>& to, sequence_layer owner, index_t due, bool cuts) const {
-    for_each_part(due, cuts,
-                  [&](index_t first, index_t count) { to.push_back({view(owner), owner.layer, first, count}); });
-  }
-  /// Calls visit(first, count) for the segments that rows become: one, or where it `cuts` as the layout says.
-  template <class Visit>
-  void for_each_part(index_t due, bool cuts, const Visit& visit) const {
-    for (index_t first = 0, count = 0; first < due; first += count) {
-      count = cuts ? layout_.rows.segment_rows(due - first) : due;
-      visit(first, count);
-    }
-  }
-  index_t parts_of(index_t due, bool cuts) const {
-    index_t parts = 0;
-    for_each_part(due, cuts, [&](index_t, index_t) { ++parts; });
-    return parts;
+    layout_.rows.for_each_segment(
+        due, cuts, [&](index_t first, index_t count) { to.push_back({view(owner), owner.layer, first, count}); });
   }
   /// Runs a plan of whole rows. If there is no room, releases the rows of the layer beside, and plans again.
   template <class Plan>

@@ -141,10 +141,11 @@ struct layer_beside {
   bool is_under_way() const { return owner.id != no_index; }
 };
 
-/// Memory for the bases and sets of new segments, one behind the other.
+/// Memory for the bases and sets of new segments, one behind the other, and their strategies where they are searched.
 struct bases_and_sets {
   std::shared_ptr<device_buffer<float>> bases;
   std::shared_ptr<device_buffer<std::uint32_t>> sets;
+  host_vector<segment_strategy> strategies;
 };
 
 /// The rows that become segments when `commit_packing` is called.
@@ -180,7 +181,8 @@ class segment_maker {
 
   segment_maker(const Layout& layout, const segment_formats& formats, index_t block, index_t layers, index_t sequences,
                 index_t kv_heads, index_t tokens)
-      : formats_(formats),
+      : rows_(layout.rows),
+        formats_(formats),
         heads_(kv_heads),
         sets_(formats, layers, sequences, kv_heads, Layout::window),
         encode_(encoded_block(layout, block), (std::max)(formats.k.channels, formats.v.channels), formats.least_block) {
@@ -189,7 +191,8 @@ class segment_maker {
       const index_t share = (std::min)(layout.rows.segment, tokens);
       const index_t longest = index_t(
           (std::min<offset_t>)((std::max)(layout.rows.longest_segment(), offset_t(layout.rows.tail.tail)), tokens));
-      bases_.emplace(formats, kv_heads, layers * ceil_div(tokens, share), longest, device_info::current());
+      bases_.emplace(formats, limits_of(layout), kv_heads, layers * ceil_div(tokens, share), longest,
+                     device_info::current());
     }
   }
 
@@ -213,23 +216,32 @@ class segment_maker {
           device_buffer<float>::not_cleared(segments * std::size_t((*bases_).segment_floats())));
     return made;
   }
-  /// Finds the bases of segments. Waits for the device. Errors: rows have none, tessera::error.
-  void find_bases(const spans& segments, const bases_and_sets& memory, cudaStream_t stream) {
-    if (memory.bases) (*bases_).run(segments, memory.bases->data(), stream);
+  /// Finds the bases of segments, and their strategies. Waits for the device. Errors: rows have none, tessera::error.
+  void find_bases(const spans& segments, bases_and_sets& memory, cudaStream_t stream) {
+    if (memory.bases) (*bases_).run(segments, memory.bases->data(), memory.strategies, stream);
   }
-  /// The same without waiting, except where groups of channels are put in order. When the device is done, `have_bases`
-  /// says whether all rows have bases.
-  void start_bases(const spans& segments, const bases_and_sets& memory, cudaStream_t stream) {
-    if (memory.bases) (*bases_).start(segments, memory.bases->data(), stream);
+  /// The same without waiting, except where strategies are searched. When the device is done, `have_bases` says whether
+  /// all rows have bases.
+  void start_bases(const spans& segments, bases_and_sets& memory, cudaStream_t stream) {
+    if (memory.bases) (*bases_).start(segments, memory.bases->data(), memory.strategies, stream);
   }
   bool have_bases() const { return !bases_ || (*bases_).are_finite(); }
 
-  /// A segment in the layout's own formats, without bases and sets.
-  segment_record record() const { return {.k = formats_.k, .v = formats_.v, .block = formats_.block}; }
+  /// The i-th of the segments in `memory`, without rows, bases and sets.
+  segment_record record(const bases_and_sets& memory, std::size_t i) const {
+    if constexpr (searching_layout<Layout>) {
+      if (!memory.strategies.empty()) {
+        const segment_strategy& own = memory.strategies[i];
+        const auto rows = rows_.by_strategy(own);
+        return {.k = rows.key_format(), .v = rows.value_format(), .block = formats_.block > 0 ? own.block : 0};
+      }
+    }
+    return {.k = formats_.k, .v = formats_.v, .block = formats_.block};
+  }
   /// Begins the i-th of the segments in `memory`, of these rows of a sequence, and chooses its sets.
   segment_record begin(const bases_and_sets& memory, std::size_t i, const segment_span<View>& of, sequence_layer owner,
                        cudaStream_t stream) const {
-    segment_record begun = record();
+    segment_record begun = record(memory, i);
     if (memory.sets) {
       std::uint32_t* sets = memory.sets->data() + i * sets_.segment_words();
       sets_.choose(of.view, owner, of.first, of.count, sets, stream);
@@ -249,6 +261,7 @@ class segment_maker {
   }
 
  private:
+  typename Layout::rows_type rows_;
   segment_formats formats_;
   index_t heads_;
   head_sets<View, typename Layout::rows_type> sets_;

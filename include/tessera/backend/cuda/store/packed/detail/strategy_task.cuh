@@ -190,10 +190,8 @@ class strategy_task final : public background_task {
       search.add_blocks(part.rows, k_dim, keys);
     }
     const segment_strategy best =
-        search.best(rows_.strategy.channel_loss, rows_.strategy.block_spread, rows_.tail.tail);
-    rows_type found = rows_;
-    found.key.channels = found.value.channels = best.channels;
-    found.key.group = found.value.group = best.group;
+        search.best(rows_.strategy.channel_loss, rows_.strategy.block_spread, rows_.searched_block_unit());
+    const rows_type found = rows_.by_strategy(best);
     const segment_image image{found.key_format(), found.value_format(), formats_.block > 0 ? best.block : 0, heads_,
                               part.rows};
     host_vector<std::byte> bytes(image.bytes());
