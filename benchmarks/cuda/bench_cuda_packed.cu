@@ -10,7 +10,7 @@ namespace {
 
 using whole_view = kv_view<const bf16, head_dim>;
 using view_type = cuda::packed_view<whole_view>;
-constexpr index_t segment_tokens = 65536, tail = 32, block = 8, layers = 32;
+constexpr index_t tail = 32, block = 8, layers = 32;
 
 enum class part { rotate, choose, attend, step };
 
@@ -57,6 +57,18 @@ std::vector<float> bases(index_t channels) {
   return all;
 }
 
+/// What a benchmark's rows are: a segment's tokens, and whether channels fall by exp(-c / 16), as those of real rows in
+/// their basis do.
+struct row_shape {
+  index_t segment = 65536;
+  bool falls = false;
+};
+
+__global__ void __launch_bounds__(256) let_channels_fall_entry(bf16* rows, std::size_t count) {
+  for (std::size_t i = blockIdx.x * std::size_t(256) + threadIdx.x; i < count; i += std::size_t(gridDim.x) * 256)
+    rows[i] = bf16(float(rows[i]) * expf(float(i % head_dim) / -16));
+}
+
 /// Packed segments of `sequences` sequences of `context` tokens, all made of the same random rows.
 struct packed_memory {
   std::vector<std::unique_ptr<cuda::segment_memory>> segments;
@@ -65,13 +77,14 @@ struct packed_memory {
   std::unique_ptr<buffer<cuda::device_segment>> table;
   index_t most;
 
-  packed_memory(index_t sequences, index_t context, const packings& ways)
+  packed_memory(index_t sequences, index_t context, const packings& ways, const row_shape& shape = {})
       : k_basis(bases(ways[0].format.channels)),
         v_basis(bases(ways[0].format.channels)),
-        counts(std::vector<index_t>(std::size_t(sequences), ceil_div(context, segment_tokens))),
+        counts(std::vector<index_t>(std::size_t(sequences), ceil_div(context, shape.segment))),
         tails(std::vector<index_t>(std::size_t(sequences), tail)),
         first(std::vector<index_t>(std::size_t(sequences), context + tail - 1)),
-        most(ceil_div(context, segment_tokens)) {
+        most(ceil_div(context, shape.segment)) {
+    const index_t segment_tokens = shape.segment;
     std::vector<cuda::device_segment> made;
     for (index_t i = 0; i < sequences * most; ++i) {
       const index_t rows = std::min(segment_tokens, context - i % most * segment_tokens);
@@ -82,7 +95,14 @@ struct packed_memory {
     }
     table = std::make_unique<buffer<cuda::device_segment>>(made);
     const index_t chunk = std::min(context, segment_tokens);
-    const bf16* from = random_rows(std::size_t(sequences) * kv_heads * chunk * head_dim * 2);
+    const std::size_t elements = std::size_t(sequences) * kv_heads * std::size_t(chunk) * head_dim * 2;
+    bf16* from = random_rows(elements);
+    buffer<bf16> fallen(shape.falls ? elements : 0);
+    if (shape.falls) {
+      cuda::check(cudaMemcpy(fallen.data(), from, elements * sizeof(bf16), cudaMemcpyDeviceToDevice), "cudaMemcpy");
+      let_channels_fall_entry<<<1024, 256, 0, stream()>>>(fallen.data(), elements);
+      from = fallen.data();
+    }
     for (index_t s = 0; s < most; ++s) {
       const packing& way = ways[std::size_t(s) % ways.size()];
       const cuda::encode_rows<view_type> encode(way.rows_of_block, way.format.channels);
@@ -103,7 +123,8 @@ struct packed_memory {
 };
 
 /// One layer of a batch, `share` of 16 of its tokens read. `alike`: as the operation is told; else blocks are trimmed.
-prepared mosaic_step(index_t sequences, index_t context, index_t share, const packings& ways, bool alike, part wanted) {
+prepared mosaic_step(index_t sequences, index_t context, index_t share, const packings& ways, bool alike, part wanted,
+                     const row_shape& shape = {}) {
   const double rows = double(sequences) * kv_heads, read = context * share / 16.0, many = double(ways.size());
   packed_format widest = ways[0].format;
   index_t least_block = block;
@@ -116,7 +137,7 @@ prepared mosaic_step(index_t sequences, index_t context, index_t share, const pa
     pair_bytes += 2 * bytes / many;
     held_bytes += (2 + 1.0 / way.rows_of_block) * bytes / many;
   }
-  const double rotations = ceil_div(context, segment_tokens) * 96.0 * head_dim * sizeof(float);
+  const double rotations = ceil_div(context, shape.segment) * 96.0 * head_dim * sizeof(float);
   prepared made;
   if (wanted == part::choose || wanted == part::step) made.bytes += rows * mean_bytes;
   if (wanted == part::rotate || wanted == part::step) made.bytes += rows * rotations;
@@ -132,7 +153,7 @@ prepared mosaic_step(index_t sequences, index_t context, index_t share, const pa
   const auto keep = std::make_shared<memory>(std::vector<std::unique_ptr<packed_memory>>{},
                                              std::size_t(sequences) * q_heads * head_dim,
                                              std::vector<std::unique_ptr<buffer<unsigned char>>>{});
-  for (int i = 0; i < sets; ++i) keep->sets.push_back(std::make_unique<packed_memory>(sequences, context, ways));
+  for (int i = 0; i < sets; ++i) keep->sets.push_back(std::make_unique<packed_memory>(sequences, context, ways, shape));
   const index_t most = keep->sets[0]->most;
   using step_type = cuda::decode_blocks<view_type, float>;
   const auto step = std::make_shared<step_type>(
@@ -236,11 +257,11 @@ prepared encode(index_t tokens, encoding_part wanted) {
 
 const int registered = [] {
   const auto cell = [](index_t sequences, const char* name, index_t context, index_t share, const packings& ways,
-                       bool alike, const char* kind) {
+                       bool alike, const char* kind, const row_shape& shape = {}) {
     const std::string where =
         "mosaickv/B" + std::to_string(sequences) + "/" + name + "/" + (share == 1 ? "6.25" : "12.5") + "/" + kind + "/";
     const auto one = [=](const char* stage, part wanted) {
-      add(where + stage, [=] { return mosaic_step(sequences, context, share, ways, alike, wanted); });
+      add(where + stage, [=] { return mosaic_step(sequences, context, share, ways, alike, wanted, shape); });
     };
     one("rotate", part::rotate), one("choose", part::choose), one("attend", part::attend), one("step", part::step);
   };
@@ -255,6 +276,8 @@ const int registered = [] {
   cell(1, "256K", 262144, 1, bf, true, "bf16");
   cell(1, "64K", 65536, 1, bf, true, "bf16");
   cell(4, "256K", 262144, 1, bf, false, "bf16_trimmed");
+  cell(4, "256K", 262144, 1, bf, true, "bf16_falling", {.falls = true});
+  cell(4, "256K", 262144, 1, bf, true, "bf16_64_segments", {.segment = 4096});
   cell(4, "256K", 262144, 1, searched(), false, "searched");
   cell(1, "256K", 262144, 1, searched(), false, "searched");
   add("mosaickv/encode/64K/moments", [] { return encode(65536, encoding_part::moments); });

@@ -1,30 +1,31 @@
-// A RocketKV decode step behind its first stage: estimating and choosing pages, and attending what was chosen.
+// A decode step of RocketKV behind its first stage, and of Quest: estimating and choosing pages, and attending what was
+// chosen.
 #include "cuda_bench.hpp"
 #include "tessera/backend/cuda/attend/decode/decode_attention.cuh"
 #include "tessera/backend/cuda/read/extrema/page_index.cuh"
 #include "tessera/backend/cuda/read/extrema/page_retrieval.cuh"
 #include "tessera/backend/cuda/store/append.cuh"
+#include "tessera/methods/quest.hpp"
 #include "tessera/methods/rocketkv.hpp"
 
 namespace gpu_bench::of_pages {
 namespace {
 
-using method = rocketkv<bf16, head_dim>;
 using view_type = kv_view<bf16, head_dim>;
-using scorer_type = method::retrieve_type::scorer_type;
 
 /// `apart`: a step in two launches, the choice and decode attention over it. `appended`: a step, and the append of its token
 /// before it; `appended_plain`: one that lets no launch begin early.
 enum class part { choose, attend, step, apart, appended, appended_plain };
 
-/// One layer of a batch whose prompts of `context` tokens were compressed under a budget of `tokens`.
-prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wanted) {
-  method recipe;
+/// One layer of a batch of `stored` rows behind prompts of `context` tokens, under a budget of `tokens`.
+template <class Method>
+prepared paged_step(index_t sequences, index_t context, index_t tokens, index_t stored, part wanted) {
+  using scorer_type = typename Method::retrieve_type::scorer_type;
+  Method recipe;
   recipe.set_budget(tokens);
   const stage_plan plan = recipe.plan(context);
   const scorer_type scorer = recipe.retrieve.planned(plan, head_dim).scorer;
   const read_plan reading = read_plan::fitted_to(scorer, plan.read);
-  const index_t stored = plan.capacity - recipe.retain.budget.max_new / 2;  // half way through the answer
   const index_t pages = (ceil_div(stored, scorer.page) + 15) / 16 * 16, rows = sequences * kv_heads;
   const std::size_t elements = std::size_t(rows) * std::size_t(stored) * head_dim;
   const std::size_t index_elements = std::size_t(rows) * 2 * head_dim * std::size_t(pages);
@@ -38,7 +39,7 @@ prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wa
 
   const auto device = cuda::device_info::current();
   cuda::read_bounds bounds{stored};
-  bounds.cover(reading, plan.capacity);
+  bounds.cover(reading, (std::max)(stored, plan.capacity));
   cuda::choose_pages<view_type, scorer_type, float> choose(scorer, selection_unit::token, bounds, sequences, kv_heads,
                                                            q_heads, 1, device);
   cuda::decode_attention<view_type> attend(sequences, kv_heads, q_heads, 1, device);
@@ -123,6 +124,18 @@ prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wa
   return made;
 }
 
+prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wanted) {
+  using method = rocketkv<bf16, head_dim>;
+  method recipe;
+  recipe.set_budget(tokens);
+  const index_t half_answer = recipe.retain.budget.max_new / 2;
+  return paged_step<method>(sequences, context, tokens, recipe.plan(context).capacity - half_answer, wanted);
+}
+/// `share` of 16 of the tokens are attended: half of Quest's budget.
+prepared quest_step(index_t sequences, index_t context, index_t share, part wanted) {
+  return paged_step<quest<bf16, head_dim>>(sequences, context, 2 * (context / 16 * share), context, wanted);
+}
+
 const int registered = [] {
   const auto cell = [](index_t sequences, const char* name, index_t context, index_t tokens) {
     const std::string where =
@@ -143,6 +156,16 @@ const int registered = [] {
   }
   for (const index_t tokens : {256, 1024}) cell(32, "128K", 131072, tokens);  // more rows than clusters
   for (const index_t sequences : {4, 12, 16}) cell(sequences, "128K", 131072, 1024);
+  // The shapes of bench_cuda_packed's MosaicKV.
+  const auto of_quest = [](index_t sequences, const char* name, index_t context, index_t share) {
+    const std::string where =
+        "quest/B" + std::to_string(sequences) + "/" + name + "/" + (share == 1 ? "6.25" : "12.5") + "/";
+    add(where + "choose", [=] { return quest_step(sequences, context, share, part::choose); });
+    add(where + "attend", [=] { return quest_step(sequences, context, share, part::attend); });
+    add(where + "step", [=] { return quest_step(sequences, context, share, part::step); });
+  };
+  of_quest(4, "256K", 262144, 1), of_quest(4, "256K", 262144, 2), of_quest(8, "128K", 131072, 1);
+  of_quest(1, "256K", 262144, 1), of_quest(1, "64K", 65536, 1);
   return 0;
 }();
 

@@ -71,6 +71,10 @@ struct calibrate_options : document_options {
   std::vector<std::string> settings;
 };
 
+struct strategies_options : document_options {
+  std::string model, channels = "0.25", group = "1", block = "8", samples = "10", threads = "0";
+};
+
 // Each prints its result on stdout. Errors: tessera::error, before any output file exists.
 void list_methods(const list_options& given);
 void run_prompt(const run_options& given);
@@ -79,6 +83,7 @@ void agree(const agree_options& given);
 void compress_file(const compress_file_options& given);
 void calibrate(const calibrate_options& given);
 void find_heads(const heads_options& given);
+void find_strategy_limits(const strategies_options& given);
 
 /// Every method at every budget; a method without a budget, or with a profile, once. Errors: what the options ask for
 /// makes no sense.

@@ -25,6 +25,7 @@ Mosaic searching(index_t least = 64) {
   strategy.strategy = strategy_choice::searched;
   strategy.least_segment = least;
   strategy.reference = 128;
+  strategy.channel_loss = 0.1f, strategy.block_spread = 0.5f;
   return recipe;
 }
 

@@ -197,6 +197,19 @@ void add_eval(CLI::App& app) {
   command->callback([given] { tool::evaluate(*given); });
 }
 
+// The options that say which prompts a model is measured on.
+void add_prompts(CLI::App& command, tool::document_options& given) {
+  add_text(command, "--context", "1..16777216", given.context, "tokens of a prompt");
+  CLI::Option* suite = add_text(command, "--suite", "NAME", given.suite, "which task families; see below");
+  add_text(command, "--families", "NAME,..", given.families, "task families, separated by commas, in place of a suite")
+      ->excludes(suite);
+  add_text(command, "--seed", "0..2^63-1", given.seed, "another seed makes other prompts");
+  given.text = TESSERA_DATA_DIR "/opticks.txt";
+  given.tasks = TESSERA_DATA_DIR "/tasks.json";
+  add_text(command, "--text", "FILE", given.text, "text that prompts are cut from");
+  add_text(command, "--tasks", "FILE", given.tasks, "word lists, templates and families");
+}
+
 void add_calibrate(CLI::App& app) {
   auto given = std::make_shared<tool::calibrate_options>();
   CLI::App* command = app.add_subcommand(
@@ -213,16 +226,7 @@ void add_calibrate(CLI::App& app) {
   add_text(*command, "--alpha", "0..1e6", given->alpha, "deviations above its mean that a head gets");
   command->add_flag("--renormalise", given->renormalise, "scale the budgets so that they are --share on average");
   add_settings(*command, given->settings, "a parameter of the method; may be given several times");
-  add_text(*command, "--context", "1..16777216", given->context, "tokens of a prompt");
-  CLI::Option* suite = add_text(*command, "--suite", "NAME", given->suite, "which task families; see below");
-  add_text(*command, "--families", "NAME,..", given->families,
-           "task families, separated by commas, in place of a suite")
-      ->excludes(suite);
-  add_text(*command, "--seed", "0..2^63-1", given->seed, "another seed makes other prompts");
-  given->text = TESSERA_DATA_DIR "/opticks.txt";
-  given->tasks = TESSERA_DATA_DIR "/tasks.json";
-  add_text(*command, "--text", "FILE", given->text, "text that prompts are cut from");
-  add_text(*command, "--tasks", "FILE", given->tasks, "word lists, templates and families");
+  add_prompts(*command, *given);
   add_threads(*command, given->threads);
   command->footer("Suites:\n" + suite_lines() +
                   "\nbenchmarks/plots/plot_profile.py draws a profile.\n\n"
@@ -285,6 +289,28 @@ void add_heads(CLI::App& app) {
   command->callback([given] { tool::find_heads(*given); });
 }
 
+void add_strategies(CLI::App& app) {
+  auto given = std::make_shared<tool::strategies_options>();
+  CLI::App* command = app.add_subcommand(
+      "strategies",
+      "Measures over many prompts what each packing strategy of mosaickv loses, and says by which limits\n"
+      "strategy=searched chooses the wanted one.");
+  add_text(*command, "--model", "FOLDER", given->model,
+           "folder with config.json, safetensors and a tokenizer; or a .gguf file")
+      ->required();
+  add_text(*command, "--channels", "0.125|0.25|0.375", given->channels, "share of the channels that is wanted");
+  add_text(*command, "--group", "1|2|4", given->group, "channels of a group that is wanted");
+  add_text(*command, "--block", "4|8|16", given->block, "tokens of a block that is wanted");
+  add_text(*command, "--samples", "1..1000000", given->samples, "prompts, from all families in turn");
+  add_prompts(*command, *given);
+  add_threads(*command, given->threads);
+  command->footer("Each layer of a prompt is a segment.\n\nSuites:\n" + suite_lines() +
+                  "\nExample:\n  tessera strategies --model examples/model --samples 10\n"
+                  "  tessera eval --model examples/model --methods mosaickv --budgets 256 --set strategy=searched "
+                  "--set channel_loss=NUMBER");
+  command->callback([given] { tool::find_strategy_limits(*given); });
+}
+
 }  // namespace
 
 void tool::add_commands(CLI::App& app) {
@@ -295,4 +321,5 @@ void tool::add_commands(CLI::App& app) {
   add_compress(app);
   add_calibrate(app);
   add_heads(app);
+  add_strategies(app);
 }

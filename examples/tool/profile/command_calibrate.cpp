@@ -6,17 +6,15 @@
 #include <tessera/math/share.hpp>
 #include <tessera/runtime/calibration.hpp>
 
-#include "engine/checkpoint.hpp"
 #include "engine/files/input_file.hpp"
 #include "engine/files/output_file.hpp"
-#include "engine/tokenizer.hpp"
 #include "tool/backend.hpp"
 #include "tool/commands.hpp"
-#include "tool/eval/document.hpp"
 #include "tool/eval/report.hpp"
 #include "tool/methods/registry.hpp"
 #include "tool/methods/values.hpp"
 #include "tool/profile/profile_file.hpp"
+#include "tool/profile/sample_prompts.hpp"
 #include "tool/progress.hpp"
 
 namespace tool {
@@ -101,23 +99,14 @@ void calibrate(const calibrate_options& given) {
                              std::ranges::find(settings, "first", &setting::name) == settings.end();
   const double share = parse_real("--share", given.share, {1e-6, 1.0});
   const double alpha = parse_real("--alpha", given.alpha, tessera::profile::alphas);
-  const auto count = index_t(parse_count("--samples", given.samples, 1, 1'000'000));
-  document_request documents = document_request::checked(given);
-  auto& families = documents.families;
-  if (families.size() > std::size_t(count)) families.resize(std::size_t(count));  // the first ones, a prompt each
-  documents.plan.count = (std::size_t(count) + families.size() - 1) / families.size();
+  sample_prompts prompts(given, given.samples);
+  const index_t count = prompts.count();
   const auto workers = make_workers(given.threads);
   engine::require_writable(given.out);
   const std::filesystem::path folder = given.model;
-  const engine::llama_config config = engine::config_of_model(folder);
-  const auto tokenizer = engine::tokenizer::of_model(folder);
-  engine::require_agreement(folder, config, tokenizer.vocab_size());
-  documents.fit(config.max_position_embeddings, tokenizer);
-  const std::string text = engine::read_text_file(documents.text);
-  const auto maker = [&] {
-    progress_line progress("reading the text");
-    return document_maker(text, tokenizer, documents.book);
-  }();
+  prompts.open(folder);
+  const engine::llama_config& config = prompts.config();
+  const engine::tokenizer& tokenizer = prompts.tokenizer();
   const auto model = [&] {
     progress_line progress("loading the model");
     return load_model(folder, backend::cpu, *workers);
@@ -129,10 +118,7 @@ void calibrate(const calibrate_options& given) {
     progress_line progress("prompts");
     for (index_t i = 0; i < count; ++i) {
       progress.update(i, count);
-      const std::size_t family = std::size_t(i) % families.size();
-      const conversation document = maker.make(families[family], std::size_t(i) / families.size(), documents.plan);
-      std::vector<engine::token_t> prompt = tokenizer.encode(document.turns.front().prompt);
-      if (tokenizer.bos()) prompt.insert(prompt.begin(), *tokenizer.bos());
+      const std::vector<engine::token_t> prompt = prompts.prompt(i);
       const auto tokens = index_t(prompt.size());
       std::vector<setting> own = settings;
       if (method.fuses_chunks) own.push_back({"chunk", std::to_string(tessera::max_tokens)});  // one choice a prompt
@@ -155,7 +141,7 @@ void calibrate(const calibrate_options& given) {
   profile.method = method.name;
   if (given.renormalise) profile.renormalise();
   profile.check();
-  const rank_stability stability = stability_of(samples, profile, families);
+  const rank_stability stability = stability_of(samples, profile, prompts.families());
   engine::write_file(given.out, profile_text(profile, stability));
 
   double budget = 0, least_between = 1;
@@ -169,7 +155,7 @@ void calibrate(const calibrate_options& given) {
       "Order of the heads: a prompt and the mean of all correlate by %.3f (least %.3f), two families by %.3f at "
       "least.\n"
       "Wrote %s\n",
-      method.name.c_str(), count, families.size(),
+      method.name.c_str(), count, prompts.families().size(),
       100 * *std::min_element(profile.budget.begin(), profile.budget.end()),
       100 * *std::max_element(profile.budget.begin(), profile.budget.end()), 100 * budget, 100 * share, stability.mean,
       stability.least, least_between, engine::printable(given.out).c_str());

@@ -23,7 +23,7 @@ from small_files import safetensors, write_model
 
 def check_help(checks):
     checks.works("--help", "list", "run", "eval", "agree", "compress")
-    for command in ("list", "run", "eval", "agree", "compress", "calibrate", "heads"):
+    for command in ("list", "run", "eval", "agree", "compress", "calibrate", "heads", "strategies"):
         checks.works(f"{command} --help", "Example:", f"tessera {command}")
     checks.works("calibrate --help", "1..16777216")
     checks.works("list", "snapkv", "arXiv:2404.14469", "window=32", "cpu")
@@ -33,7 +33,7 @@ def check_help(checks):
     for method in listed["methods"]:
         names = [parameter["name"] for parameter in method["parameters"]]
         checks.require(len(set(names)) == len(names), "list --json", f"{method['name']} has parameters twice: {names}")
-    checks.refuses("", "command is missing", "list, run, eval, agree, compress, calibrate, heads")
+    checks.refuses("", "command is missing", "list, run, eval, agree, compress, calibrate, heads, strategies")
     checks.refuses("lists", "command is 'lists'", "did you mean list?")
     checks.refuses(["\x1b[2J"], "command is '\\x1b[2J'")
     checks.refuses(["x" * 5000], "x...'")
@@ -293,6 +293,18 @@ def check_heads(checks):
     checks.refuses("eval --model model --methods snapkv --budgets 40 --questions questions --set profile=gates", "profile")
 
 
+def check_strategies(checks):
+    """What packing strategies lose on a model's rows; what nobody can search is refused at once."""
+    base = "strategies --model model --context 300 --families single --samples 2"
+    checks.works(base, "4 segments", "25 % in groups of 1", "blocks of 8", "channel_loss=", "block_spread=")
+    checks.works(f"{base} --channels 0.375 --group 4 --block 16", "37.5 % of the channels in groups of 4", "blocks of 16 in")
+    for option, value, expected in (("--channels", "0.3", "0.375"), ("--channels", "x", "0.375"), ("--group", "3", "1, 2 or 4"),
+                                    ("--block", "32", "4, 8 or 16"), ("--samples", "0", "--samples")):
+        checks.refuses_at_once(f"strategies --model model {option} {value}", option, expected)
+    for option, value, *expected in documents_nobody_can_make():
+        checks.refuses_at_once(f"strategies --model model {option} {value}", *expected)
+
+
 def check_calibrate(checks):
     """A profile of any method that ranks, and what becomes of it; wrong numbers are refused before the model has read anything."""
     folder = checks.folder
@@ -371,6 +383,7 @@ def main():
         check_agree(checks)
         check_heads(checks)
         check_calibrate(checks)
+        check_strategies(checks)
         check_model(checks)
         check_signs_of_life(checks)
         check_ranges(checks)

@@ -10,6 +10,7 @@
 #include "tool/compress.hpp"
 #include "tool/methods/registry.hpp"
 #include "tool/profile/profile_file.hpp"
+#include "tool/strategies/strategy_limits.hpp"
 
 using engine::safetensors_file;
 using engine_tests::temporary_folder;
@@ -177,4 +178,33 @@ TEST_CASE("compress refuses profiles and groups that do not fit the layer") {
                     contains("did you mean profile?"));
   layer.write_profile(with("\"version\": 1", "\"version\": 9"));
   CHECK_THROWS_WITH(layer.compressed({}, {}), contains("\"version\" is 9; expected 1"));
+}
+
+TEST_CASE("limits of a search are in the middle of those by which most segments choose what is wanted") {
+  // Three segments: what 25 % in groups of 1 lose, and groups of 2, which come before them.
+  tool::measured_segments segments;
+  for (const auto& [wanted, before] : {std::pair{0.2, 0.3}, {0.24, 0.28}, {0.5, 0.6}}) {
+    tessera::strategy_measures one;
+    for (auto& share : one.losses) share.fill(0.9);
+    one.losses[1][2] = wanted, one.losses[1][1] = before;
+    one.losses[2] = {wanted, wanted, wanted / 2};
+    one.inside = {wanted * 2, wanted, wanted / 2}, one.outside = 2;
+    segments.add(one);
+  }
+  const auto loss = segments.channel_loss(0.25f, 1);
+  CHECK(loss.segments == 2);
+  CHECK(loss.value == Approx(0.26));
+  std::size_t choose = 0;
+  for (const auto& one : segments.all())
+    choose += one.best(float(loss.value), 0, 32) == tessera::segment_strategy{0.25f, 1, 4};
+  CHECK(choose == 2);
+  const auto spread = segments.block_spread(8);
+  CHECK(spread.segments == 2);
+  CHECK(spread.value == Approx(0.16));
+  CHECK(segments.all()[0].best(0, float(spread.value), 32).block == 8);
+  CHECK(segments.block_spread(4).segments == 3);
+  CHECK_THROWS_WITH(segments.channel_loss(0.3f, 1), contains("--channels is 0.3"));
+  CHECK_THROWS_WITH(segments.channel_loss(0.25f, 3), contains("--group is 3"));
+  CHECK_THROWS_WITH(segments.block_spread(32), contains("--block is 32"));
+  CHECK(tool::measured_segments().channel_loss(0.25f, 1).segments == 0);
 }
