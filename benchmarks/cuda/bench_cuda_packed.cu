@@ -1,9 +1,10 @@
 // MosaicKV on the device: a decode step over packed rows, by stages; bases and packing of a prompt; a full tail.
 #include "cuda_bench.hpp"
 #include "tessera/backend/cuda/read/means/decode_blocks.cuh"
+#include "tessera/backend/cuda/store/packed/detail/bases/find_bases.cuh"
 #include "tessera/backend/cuda/store/packed/detail/encode_rows.cuh"
-#include "tessera/backend/cuda/store/packed/detail/find_bases.cuh"
 #include "tessera/backend/cuda/store/packed/segment_memory.cuh"
+#include "tessera/runtime/rotation.hpp"
 
 namespace gpu_bench::of_packed {
 namespace {
@@ -42,7 +43,8 @@ whole_view rows_of(const bf16* from, index_t sequences, index_t tokens, const in
   return view;
 }
 
-/// Orthogonal rows, the same for every head: reflections of the unit vectors by a random one.
+/// Orthogonal rows, the same for every head: reflections of the unit vectors by a random one, spread as
+/// the library spreads them.
 std::vector<float> bases(index_t channels) {
   std::mt19937 random(5);
   std::normal_distribution<float> normal;
@@ -53,6 +55,7 @@ std::vector<float> bases(index_t channels) {
     for (index_t c = 0; c < channels; ++c) {
       for (index_t d = 0; d < head_dim; ++d) all.push_back((c == d ? 1.0f : 0.0f) - 2 * axis[c] * axis[d] / size);
     }
+    spread_channels(all.data() + offset_t(h) * channels * head_dim, channels, head_dim);
   }
   return all;
 }

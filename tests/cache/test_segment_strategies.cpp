@@ -186,56 +186,6 @@ TEST_CASE(
   CHECK(view.segments->back()->basis == (*view.segments)[1]->basis);
 }
 
-TEST_CASE("each segment of a prompt is packed by the strategy that is best for it, and the answer by the last one's") {
-  mosaic recipe = searching();
-  recipe.layout.rows.segment = 320;  // the second one begins behind `drift`, where rows are others
-  const index_t prompt = 320 + 1344;
-  cache<mosaic> held({layers, q_heads, kv_heads}, recipe, std::make_shared<cpu::executor>(2));
-  const index_t id = held.open();
-  for (index_t layer = 0; layer < layers; ++layer) {
-    std::vector<float> all[3];
-    for (index_t t = 0; t < prompt; ++t) {
-      for (const index_t side : {0, 1, 2}) {
-        const auto rows = support::searched::rows_of<float>(t, layer, side, side == 2 ? q_heads : kv_heads, 0.5);
-        all[side].insert(all[side].end(), rows.begin(), rows.end());
-      }
-    }
-    held.prefill(layer, id, nhd_rows<const float>(all[2].data(), prompt, q_heads, dim),
-                 nhd_rows<const float>(all[0].data(), prompt, kv_heads, dim),
-                 nhd_rows<const float>(all[1].data(), prompt, kv_heads, dim));
-  }
-  held.end_prefill(id);
-  std::size_t formats = 0;
-  for (index_t layer = 0; layer < layers; ++layer) {
-    const auto view = held.view(layer, id);
-    index_t first = 0;
-    for (const auto& segment : *view.segments) {
-      const index_t count = segment->lengths[0];
-      strategy_search<top_groups> search(recipe.layout.rows.key);
-      for (index_t h = 0; h < kv_heads; ++h) {
-        for (const index_t side : {0, 1}) {
-          const auto load = [&](index_t i, float* to) {
-            std::copy_n(support::searched::rows_of<float>(first + i, layer, side, kv_heads, 0.5).data() + h * dim, dim,
-                        to);
-          };
-          search.add(count, dim, 48, "rows", load);
-          if (side == 0) search.add_blocks(count, dim, load);
-        }
-      }
-      const segment_strategy best = search.best(0.1f, 0.5f, 32);
-      CHECK(segment->format.k.stored_channels == index_t(best.channels * float(dim)));
-      CHECK(segment->format.v.stored_channels == segment->format.k.stored_channels);
-      CHECK(segment->format.k.group == best.group);
-      CHECK(segment->format.block == best.block);
-      formats += segment != view.segments->front() && !(segment->format == view.segments->front()->format);
-      first += count;
-    }
-    CHECK(view.segments->size() >= 3);
-    CHECK(first == prompt / 32 * 32);
-  }
-  CHECK(formats >= 2);
-}
-
 TEST_CASE(
     "where the thread is stopped in the middle of a segment, the cache goes on with the old strategy and says so") {
   conversation<> now(searching());

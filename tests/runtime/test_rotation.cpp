@@ -87,6 +87,28 @@ TEST_CASE("rows of a rotation are orthonormal, diagonalise the moment and fall i
   }
 }
 
+TEST_CASE("channels of a segment's basis are spread: any of the strongest lie evenly over a row") {
+  for (const index_t channels : {1, 2, 3, 12, 24, 48, 60, 64, 96, 128, 192, 256}) {
+    CAPTURE(channels);
+    std::vector<float> basis;
+    for (index_t c = 0; c < channels; ++c) basis.insert(basis.end(), {float(c), float(-c)});
+    spread_channels(basis.data(), channels, 2);
+    std::vector<index_t> rows(std::size_t(channels), no_index);
+    for (index_t row = 0; row < channels; ++row) {
+      const auto rank = std::size_t(basis[std::size_t(row * 2)]);
+      REQUIRE(basis[std::size_t(row * 2 + 1)] == -float(rank));
+      rows[rank] = row;
+    }
+    for (index_t strong = 1; strong <= channels; strong *= 2) {  // the longest gap between them, around the end too
+      std::vector<index_t> some(rows.begin(), rows.begin() + strong);
+      std::sort(some.begin(), some.end());
+      index_t gap = some.front() + channels - some.back();
+      for (std::size_t i = 1; i < some.size(); ++i) gap = std::max(gap, some[i] - some[i - 1]);
+      CHECK(gap <= 1 + 3 * channels / strong);
+    }
+  }
+}
+
 TEST_CASE("a second moment with NaN or infinity is refused by its place") {
   for (const double bad : {std::nan(""), std::numeric_limits<double>::infinity()}) {
     std::vector<double> moment(16, 1.0);

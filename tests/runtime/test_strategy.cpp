@@ -118,7 +118,9 @@ double loss_of(const std::vector<float>& rows, index_t dim, index_t left, index_
       for (index_t b = 0; b < dim; ++b) moment[std::size_t(a)][std::size_t(b)] += x(i, a) * x(i, b);
     }
   }
-  const matrix basis = strongest_directions(moment, left);
+  const matrix strongest = strongest_directions(moment, left);
+  matrix basis = strongest;  // ties between channels go to the lower row
+  for (index_t c = 0; c < left; ++c) basis[std::size_t(c * spread_step(left) % left)] = strongest[std::size_t(c)];
   for (std::size_t i = 0; i < count; ++i) {
     numbers one(std::size_t(left), 0.0);
     for (index_t c = 0; c < left; ++c) {

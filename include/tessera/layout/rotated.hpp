@@ -8,9 +8,9 @@
 TESSERA_NAMESPACE_BEGIN
 
 /// A rotation for every (segment, layer, kv_head), K and V apart: the eigenvectors of the uncentred second moment of
-/// the packed rows, by descending eigenvalue. The last round(truncate * dim) are left out. For groups of several
-/// channels, the rotation also reorders channels, so that channels which are chosen for the same vectors are
-/// neighbours.
+/// the packed rows, but for the round(truncate * dim) with the smallest eigenvalues. Neighbours in strength lie far
+/// apart in it (`spread_step`). For groups of several channels, the rotation is reordered, so that channels which are
+/// chosen for the same vectors are neighbours.
 ///
 /// Bytes    4 * channels * dim for each of K and V: rotations are fp32, because with rounded ones steps choose other
 ///          blocks.

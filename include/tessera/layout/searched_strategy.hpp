@@ -21,10 +21,10 @@ enum class strategy_choice { fixed, searched };
 ///
 /// Errors   parameters out of range: tessera::error.
 /// Bytes    an open segment also holds its original rows, in fp32.
-/// Paper    MosaicKV, arXiv:2607.00760, Sec. 5.4, 5.5. Differs: it gives no thresholds. The defaults here choose what it
+/// Paper    MosaicKV, arXiv:2607.00760, Sec. 5.4, 5.5. Differs: it gives no thresholds. The defaults choose what it
 ///          configures, 25 % of the channels, on most layers of this repository's example model; `tessera strategies`
-///          finds them for another. Second moments are summed when a segment ends, on the other thread, where the paper
-///          adds every token to them.
+///          finds them for another. Second moments are summed when a segment ends, on the other thread; the paper adds
+///          every token to them.
 struct searched_strategy {
   static constexpr const char* name = "searched_strategy";
   static constexpr bool searches = true;

@@ -69,6 +69,7 @@ class strategy_search {
   void add(index_t count, index_t dim, index_t left, const std::string& of, const Load& load) {
     host_vector<float> basis(std::size_t(offset_t(left) * dim));
     find_rotation(second_moment(count, dim, load), dim, left, of, basis.data());
+    spread_channels(basis.data(), left, dim);
     add(count, dim, left, basis.data(), load);
   }
   /// The same for rows whose rotation, basis [left, dim], is known.

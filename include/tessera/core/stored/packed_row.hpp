@@ -1,7 +1,10 @@
 // One vector of which only some elements are stored: a bit for every group of channels, and the values that stay.
 #pragma once
 
+#include <algorithm>
+#include <bit>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 
 #include "../encoding.hpp"
@@ -65,9 +68,15 @@ namespace detail {
 template <class Visit>
 void for_each_stored(const packed_format& format, const std::uint8_t* bits, const Visit& visit) {
   index_t index = 0;
-  for (index_t g = 0; g < format.groups(); ++g) {
-    if (!has_bit(bits, g)) continue;
-    for (index_t c = g * format.group; c < (g + 1) * format.group; ++c) visit(c, index++);
+  for (index_t first = 0; first < format.groups(); first += 64) {
+    const index_t groups = (std::min)(index_t(64), format.groups() - first);
+    std::uint64_t word = 0;
+    for (index_t i = 0; i < groups; i += 8) word |= std::uint64_t(bits[(first + i) / 8]) << i;
+    if (groups < 64) word &= (std::uint64_t(1) << groups) - 1;
+    for (; word != 0; word &= word - 1) {
+      const index_t g = first + std::countr_zero(word);
+      for (index_t c = g * format.group; c < (g + 1) * format.group; ++c) visit(c, index++);
+    }
   }
 }
 

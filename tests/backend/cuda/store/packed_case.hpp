@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "backend/cuda/device.hpp"
+#include "tessera/backend/cuda/store/packed/detail/bases/find_bases.cuh"
 #include "tessera/backend/cuda/store/packed/detail/encode_rows.cuh"
-#include "tessera/backend/cuda/store/packed/detail/find_bases.cuh"
 #include "tessera/backend/cuda/store/packed/segment_memory.cuh"
 
 namespace gpu_test {

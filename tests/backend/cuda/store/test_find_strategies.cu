@@ -3,7 +3,7 @@
 #include <memory>
 
 #include "packed_case.hpp"
-#include "tessera/backend/cuda/store/packed/detail/find_strategies.cuh"
+#include "tessera/backend/cuda/store/packed/detail/bases/find_strategies.cuh"
 #include "tessera/channels/top_groups.hpp"
 #include "tessera/runtime/jacobi.hpp"
 

@@ -1,6 +1,6 @@
 // The order of a basis' channels on the GPU, for groups of several, against the host's.
 #include "packed_case.hpp"
-#include "tessera/backend/cuda/store/packed/detail/channel_orders.cuh"
+#include "tessera/backend/cuda/store/packed/detail/bases/channel_orders.cuh"
 #include "tessera/channels/top_groups.hpp"
 
 using namespace tessera;

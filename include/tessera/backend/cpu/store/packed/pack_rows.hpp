@@ -27,6 +27,7 @@ class side_packer {
   /// The basis of the rows: [channels, D] into `basis`.
   void find_basis(index_t channels, const std::string& of, float* basis) {
     find_rotation(second_moment(count_, D, load_), D, channels, of, basis);
+    spread_channels(basis, channels, D);
   }
   /// Orders a basis for the groups of a format.
   template <class Channels>

@@ -12,10 +12,10 @@
 #include "../../../device/kernel.cuh"
 #include "../../../device/pinned.cuh"
 #include "../packed_view.cuh"
+#include "bases/segment_bases.cuh"
 #include "encode_rows.cuh"
 #include "head_sets.cuh"
 #include "rows_before.cuh"
-#include "segment_bases.cuh"
 #include "segment_store.cuh"
 
 TESSERA_NAMESPACE_BEGIN

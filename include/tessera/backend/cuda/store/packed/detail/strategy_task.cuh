@@ -224,6 +224,7 @@ class strategy_task final : public background_task {
                   [](const double* matrix, index_t n, double* values, double* vectors) {
                     find_eigenvectors_by_jacobi(matrix, n, values, vectors);
                   });
+    spread_channels(basis, left, D);
   }
 
   /// Rotates and packs the rows of one head, keys or values, as the device's `encode_rows` does, and adds half of what

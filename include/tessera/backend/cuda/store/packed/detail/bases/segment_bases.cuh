@@ -5,13 +5,13 @@
 #include <string>
 #include <utility>
 
-#include "../../../../../core/host/host_vector.hpp"
-#include "../../../device/pinned.cuh"
-#include "../../../device/tuning.cuh"
+#include "../../../../../../core/host/host_vector.hpp"
+#include "../../../../device/pinned.cuh"
+#include "../../../../device/tuning.cuh"
+#include "../segment_store.cuh"
 #include "channel_orders.cuh"
 #include "find_bases.cuh"
 #include "find_strategies.cuh"
-#include "segment_store.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -41,7 +41,7 @@ class find_segment_bases {
         work_((std::max)(keys_.workspace_bytes(together_ * kv_heads), values_.workspace_bytes(together_ * kv_heads))),
         not_finite_(2 * std::size_t(together_) * std::size_t(kv_heads)) {
     if (!limits.searches && formats.k.group == 1 && formats.v.group == 1) return;
-    sampled_ = limits.searches ? (std::min)(index_t(detail::most_sampled), limit) : 1;
+    sampled_ = limits.searches ? (std::min)(index_t(detail::max_sampled), limit) : 1;
     orders_ = channel_orders<View>(limits.candidates, kv_heads, sampled_);
     if (limits.searches) strategies_ = find_strategies<View>(kv_heads, sampled_, rows);
   }
@@ -102,9 +102,10 @@ class find_segment_bases {
     }
     const auto* sums = reinterpret_cast<const float*>(moments_.data());
     keys_.run(sums, step, lanes, formats_.k.channels, bases, not_finite_.data(), work_.data(), stream,
-              {heads_, segment_floats()});
+              {heads_, segment_floats(), spread_step(formats_.k.channels)});
     values_.run(sums + View::k_dim * View::k_dim, step, lanes, formats_.v.channels, bases + heads_ * formats_.k_basis(),
-                not_finite_.data() + lanes, work_.data(), stream, {heads_, segment_floats()});
+                not_finite_.data() + lanes, work_.data(), stream,
+                {heads_, segment_floats(), spread_step(formats_.v.channels)});
     check(cudaMemcpyAsync(wrong, not_finite_.data(), 2 * std::size_t(lanes) * sizeof(index_t), cudaMemcpyDeviceToHost,
                           stream),
           "cudaMemcpyAsync");

@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <numeric>
 
-#include "../../../../../core/host/host_vector.hpp"
-#include "../../../../../runtime/strategy.hpp"
-#include "../../../device/kernel.cuh"
-#include "../../../device/pinned.cuh"
-#include "../../../device/warp.cuh"
+#include "../../../../../../core/host/host_vector.hpp"
+#include "../../../../../../runtime/strategy.hpp"
+#include "../../../../device/kernel.cuh"
+#include "../../../../device/pinned.cuh"
+#include "../../../../device/warp.cuh"
 #include "channel_orders.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(search_threads)
     const float energy = sample.energy(lane_row)[i];
 #pragma unroll 1
     for (int candidate = 0; candidate < candidates; ++candidate) {
-      const int share = candidate / 3, group = 4 >> (candidate % 3), kept = of.kept(keys, share);
+      const int share = candidate / 3, group = 4 >> (candidate % 3), kept = of.stored(keys, share);
       if (!fits_candidate(kept, group, n)) continue;
       const std::uint16_t* order = orders + ((offset_t(lane_row) * of.shares + share) * 2 + (group == 4)) * most;
       for (int c = lane; c < n; c += 32) reordered[warp][c] = row[group == 1 ? c : int(order[c])];
@@ -217,7 +217,7 @@ class find_strategies {
     launch(detail::candidate_losses_entry<largest>,
            {.blocks = dim3(unsigned(detail::search_chunks), unsigned(count * of_segment)),
             .threads = dim3(detail::search_threads)},
-           stream, "launch of candidate_losses", sample, orders.candidates(), orders.orders(), orders.most(),
+           stream, "launch of candidate_losses", sample, orders.candidates(), orders.orders(), orders.max_channels(),
            losses_.data());
     for (int i = 0; i < count; ++i) {
       const auto& of = segments[std::size_t(i)];

@@ -5,13 +5,13 @@
 #include <algorithm>
 #include <string>
 
-#include "../../../../../math/ordered.hpp"
-#include "../../../device/alignment.cuh"
-#include "../../../device/kernel.cuh"
-#include "../../../device/mma.cuh"
-#include "../../../device/tuning.cuh"
-#include "../../../device/warp.cuh"
-#include "../packed_view.cuh"
+#include "../../../../../../math/ordered.hpp"
+#include "../../../../device/alignment.cuh"
+#include "../../../../device/kernel.cuh"
+#include "../../../../device/mma.cuh"
+#include "../../../../device/tuning.cuh"
+#include "../../../../device/warp.cuh"
+#include "../../packed_view.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -140,10 +140,12 @@ class second_moments {
   }
 };
 
-/// Where bases are written: `run` of them side by side; each run begins `step` floats behind the previous one.
+/// Where bases are written: `run` of them side by side; each run begins `step` floats behind the previous one. The
+/// channel of rank c is row c * spread % channels; 1: in order.
 struct basis_targets {
   index_t run = 1;
   offset_t step = 0;
+  index_t spread = 1;
   TESSERA_HD offset_t begin(index_t i, offset_t each) const { return i / run * step + i % run * each; }
 };
 
@@ -299,7 +301,8 @@ __global__ void __launch_bounds__(Threads)
     }
     if (larger >= channels) continue;
     const float sign = v[i * stride + rank_index(top)] < 0 ? -1.0f : 1.0f;
-    float* to = bases + targets.begin(index_t(blockIdx.x), offset_t(channels) * dim) + offset_t(larger) * dim;
+    const offset_t row = offset_t(larger) * targets.spread % channels;
+    float* to = bases + targets.begin(index_t(blockIdx.x), offset_t(channels) * dim) + row * dim;
     for (int j = lane; j < dim; j += 32) to[j] = sign * v[i * stride + j];
   }
 }
@@ -335,7 +338,7 @@ class basis_finder {
   void run(const float* matrices, offset_t step, index_t count, index_t channels, float* bases, index_t* not_finite,
            void* workspace, cudaStream_t stream, basis_targets targets = {}) const {
     if (count == 0) return;
-    if (targets.step == 0) targets = {count, 0};
+    if (targets.step == 0) targets.run = count;
     require(channels >= 1 && channels <= dim_, "channels", channels, "1 to " + std::to_string(dim_),
             "pass how many of the channels stay");
     const std::size_t matrix = std::size_t(dim_) * (std::size_t(dim_) + 1) * 4;

@@ -5,13 +5,13 @@
 #include <algorithm>
 #include <array>
 
-#include "../../../../../core/host/host_vector.hpp"
-#include "../../../../../runtime/rotation.hpp"
-#include "../../../device/kernel.cuh"
-#include "../../../device/warp.cuh"
-#include "encode_rows.cuh"
-#include "pack_vector.cuh"
-#include "segment_format.cuh"
+#include "../../../../../../core/host/host_vector.hpp"
+#include "../../../../../../runtime/rotation.hpp"
+#include "../../../../device/kernel.cuh"
+#include "../../../../device/warp.cuh"
+#include "../encode_rows.cuh"
+#include "../pack_vector.cuh"
+#include "../segment_format.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -27,14 +27,14 @@ namespace detail {
 
 inline constexpr int sample_rows = 1024, sample_warps = 4, ordering_warps = 8, ordering_threads = ordering_warps * 32;
 /// Segments that are ordered or searched together, at most.
-inline constexpr int most_sampled = 4;
+inline constexpr int max_sampled = 4;
 
 /// Rows of several segments in their bases, in fp32. A lane is a (segment, kind, kv_head), keys before values.
 struct row_sample {
   float* rows = nullptr;      ///< [lanes, sample_rows, stride]
   float* energies = nullptr;  ///< [lanes, sample_rows], of the whole vectors
   int stride = 0, heads = 0;
-  index_t counts[most_sampled] = {};  ///< rows of each segment
+  index_t counts[max_sampled] = {};  ///< rows of each segment
 
   TESSERA_HD int lane_of(int segment, bool keys, int head) const { return (segment * 2 + !keys) * heads + head; }
   TESSERA_HD bool is_of_keys(int lane) const { return lane / heads % 2 == 0; }
@@ -48,7 +48,7 @@ struct candidate_channels {
   int k_left = 0, v_left = 0, shares = 0;
   int k[strategy_shares.size()] = {}, v[strategy_shares.size()] = {};
   TESSERA_HD int left(bool keys) const { return keys ? k_left : v_left; }
-  TESSERA_HD int kept(bool keys, int share) const { return keys ? k[share] : v[share]; }
+  TESSERA_HD int stored(bool keys, int share) const { return keys ? k[share] : v[share]; }
 };
 
 template <class View, int D>
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(ordering_threads)
   const int lane_row = int(blockIdx.x), share = int(blockIdx.y), warp = int(threadIdx.x) / 32;
   const int lane = int(threadIdx.x) % 32;
   const bool keys = sample.is_of_keys(lane_row);
-  const int n = of.left(keys), kept = of.kept(keys, share), count = int(sample.count(lane_row));
+  const int n = of.left(keys), kept = of.stored(keys, share), count = int(sample.count(lane_row));
   if (kept < 1 || kept > n || n % 2 != 0) return;
   for (int i = warp; i < sample_rows; i += ordering_warps) {
     std::uint32_t chosen[memory_type::words] = {};
@@ -237,17 +237,17 @@ class channel_orders {
   channel_orders() = default;
   /// `limit`: segments at once, at most 4.
   channel_orders(const detail::candidate_channels& of, index_t kv_heads, index_t limit)
-      : of_(of), heads_(kv_heads), most_((std::max)(of.k_left, of.v_left)) {
+      : candidates_(of), heads_(kv_heads), max_channels_((std::max)(of.k_left, of.v_left)) {
     entry_ = detail::order_channels_entry<largest>;
     check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(memory))),
           "cudaFuncSetAttribute");
-    sample_.heads = int(kv_heads), sample_.stride = ceil_div(most_, 8) * 8;
-    const std::size_t lanes = std::size_t(limit) * 2 * std::size_t(kv_heads), most = std::size_t(most_);
+    sample_.heads = int(kv_heads), sample_.stride = ceil_div(max_channels_, 8) * 8;
+    const std::size_t lanes = std::size_t(limit) * 2 * std::size_t(kv_heads), most = std::size_t(max_channels_);
     rows_ = device_buffer<float>::not_cleared(lanes * detail::sample_rows * std::size_t(sample_.stride));
     energies_ = device_buffer<float>::not_cleared(lanes * detail::sample_rows);
     counts_ = device_buffer<std::uint16_t>::not_cleared(lanes * std::size_t(of.shares) * 2 * most * most);
     orders_ = device_buffer<std::uint16_t>::not_cleared(lanes * std::size_t(of.shares) * 2 * most);
-    before_ = device_buffer<float>::not_cleared(std::size_t(kv_heads) * most * largest);
+    unordered_ = device_buffer<float>::not_cleared(std::size_t(kv_heads) * most * largest);
   }
 
   /// Rows of a segment, the `i`-th, in its bases [kv_heads, channels, dim].
@@ -258,28 +258,28 @@ class channel_orders {
     launch(detail::sample_rows_entry<View>,
            {.blocks = dim3(unsigned((std::max)(1, ceil_div(count, detail::sample_warps * 32))), unsigned(heads_), 2),
             .threads = dim3(detail::sample_warps * 32)},
-           stream, "launch of sample_rows", of.view, of.first, step, int(i), of_.k_left, of_.v_left, k_bases, v_bases,
-           sample());
+           stream, "launch of sample_rows", of.view, of.first, step, int(i), candidates_.k_left, candidates_.v_left,
+           k_bases, v_bases, sample());
   }
   /// Finds the orders of `count` segments that have been sampled.
   void find(index_t count, cudaStream_t stream) {
     launch(entry_,
-           {.blocks = dim3(unsigned(count * 2 * heads_), unsigned(of_.shares)),
+           {.blocks = dim3(unsigned(count * 2 * heads_), unsigned(candidates_.shares)),
             .threads = dim3(detail::ordering_threads),
             .shared_bytes = sizeof(memory)},
-           stream, "launch of order_channels", sample(), of_, most_, counts_.data(), orders_.data());
+           stream, "launch of order_channels", sample(), candidates_, max_channels_, counts_.data(), orders_.data());
   }
   /// Puts the bases of the i-th segment, keys' or values', in order for a share and a group of 2 or 4.
   void apply(index_t i, bool keys, index_t share, index_t group, float* bases, cudaStream_t stream) const {
-    const int dim = keys ? D : Dv, n = of_.left(keys);
-    check(cudaMemcpyAsync(before_.data(), bases, std::size_t(heads_) * std::size_t(n * dim) * sizeof(float),
+    const int dim = keys ? D : Dv, n = candidates_.left(keys);
+    check(cudaMemcpyAsync(unordered_.data(), bases, std::size_t(heads_) * std::size_t(n * dim) * sizeof(float),
                           cudaMemcpyDeviceToDevice, stream),
           "cudaMemcpyAsync");
-    const offset_t of_lane = offset_t(of_.shares) * 2 * most_;
+    const offset_t of_lane = offset_t(candidates_.shares) * 2 * max_channels_;
     launch(detail::reorder_basis_entry<64>, {.blocks = dim3(unsigned(n), unsigned(heads_)), .threads = dim3(64)},
-           stream, "launch of reorder_basis", static_cast<const float*>(before_.data()),
+           stream, "launch of reorder_basis", static_cast<const float*>(unordered_.data()),
            static_cast<const std::uint16_t*>(orders_.data() + sample_.lane_of(int(i), keys, 0) * of_lane +
-                                             (share * 2 + (group == 4)) * most_),
+                                             (share * 2 + (group == 4)) * max_channels_),
            of_lane, dim, bases);
   }
 
@@ -289,17 +289,17 @@ class channel_orders {
     return made;
   }
   const std::uint16_t* orders() const { return orders_.data(); }
-  int most() const { return most_; }
-  const detail::candidate_channels& candidates() const { return of_; }
+  int max_channels() const { return max_channels_; }
+  const detail::candidate_channels& candidates() const { return candidates_; }
 
  private:
-  detail::candidate_channels of_;
+  detail::candidate_channels candidates_;
   index_t heads_ = 0;
-  int most_ = 0;
+  int max_channels_ = 0;
   detail::row_sample sample_;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*entry_)(detail::row_sample, detail::candidate_channels, int, std::uint16_t*, std::uint16_t*) = nullptr;
-  device_buffer<float> rows_, energies_, before_;
+  device_buffer<float> rows_, energies_, unordered_;
   device_buffer<std::uint16_t> counts_, orders_;
 };
 
