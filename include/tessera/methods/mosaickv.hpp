@@ -29,9 +29,9 @@ using mosaic_rows =
 ///          5.5 (segments of answers).
 /// Differs  one choice of blocks over all segments of a (sequence, kv_head), by the sum over its query heads; the first
 ///          and the last packed block are always read; a rotation for each kv_head. `strategy=searched` searches
-///          `channels`, `group` and `block` for each segment of decoded tokens, as the paper does. A prompt stays whole
-///          until it ends, unless `prefill=packed`; rows wait for a basis that fits them (packed_rows). On the device
-///          full tails are packed between two steps.
+///          `channels`, `group` and `block` for each segment, as the paper does. A prompt stays whole until it ends,
+///          unless `prefill=packed`; rows wait for a basis that fits them (packed_rows). On the device full tails are
+///          packed between two steps.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
 struct mosaickv : recipe<retain_all, mosaic_rows<Layout>, retrieve<block_mean, whole_blocks>, gathered_decode, once> {
   static constexpr const char* name = "mosaickv";

@@ -10,6 +10,7 @@
 #include <tessera/methods/rocketkv.hpp>
 #include <tessera/methods/snapkv.hpp>
 
+#include "cache/callers/gated_method.hpp"
 #include "support/random.hpp"
 
 using namespace tessera;
@@ -162,4 +163,44 @@ TEST_CASE("parameters come as text: numbers, words, and a split that adapts") {
   refuses("window", "0", "window is 0; expected 1 to ");
   refuses("pool_kind", "median", "pool_kind is 'median'; expected ");
   refuses("split", "half", "split is 'half'; expected a number");
+}
+
+TEST_CASE("a cache by name takes the scores that an engine gives, and others refuse them in a sentence") {
+  const auto workers = std::make_shared<cpu::executor>(1);
+  using method = gated::at_the_end<fp32>;
+  method recipe;
+  recipe.set_budget(20);
+  const model_shape model{gated::layers, gated::q_heads, gated::kv_heads};
+  cache<method> own(model, recipe, workers);
+  any_cache_request request;
+  request.shape = model;
+  request.budget = 20;
+  const std::unique_ptr<any_cache> named = std::make_unique<cpu::any_cache_of<method>>(request, workers);
+  CHECK(named->facts().takes_scores);
+  const std::vector<float> rows(std::size_t(50 * gated::kv_heads * dim), 0.5f);
+  const auto k = nhd_rows<const float>(rows.data(), 50, gated::kv_heads, dim);
+  const auto none = nhd_rows<const float>(rows.data(), 0, gated::q_heads, dim);
+  REQUIRE(own.open() == named->open());
+  for (index_t layer = 0; layer < gated::layers; ++layer) {
+    own.prefill(layer, 0, none, k, k), named->prefill(layer, 0, none, k, k);
+    for (const index_t first : {0, 30}) {
+      const auto scores = gated::scores_of(layer, first, first == 0 ? 30 : 20);
+      own.set_scores(layer, 0, first, first == 0 ? 30 : 20, scores.data());
+      if (first == 0 || layer == 0) named->set_scores(layer, 0, first, first == 0 ? 30 : 20, scores.data());
+    }
+  }
+  CHECK_THROWS_WITH(named->end_prefill(0), contains("tokens with scores in layer 1 is 30; expected all, which are 50"));
+  named->set_scores(1, 0, 30, 20, gated::scores_of(1, 30, 20).data());
+  own.end_prefill(0), named->end_prefill(0);
+  for (index_t layer = 0; layer < gated::layers; ++layer) {
+    for (index_t head = 0; head < gated::kv_heads; ++head) {
+      CHECK(named->positions(layer, 0, head).size() == 20);
+      CHECK(named->positions(layer, 0, head) == own.positions(layer, 0, head));
+    }
+  }
+  const std::unique_ptr<any_cache> other =
+      std::make_unique<cpu::any_cache_of<snapkv<fp16, dim>>>(asked(40, {}), workers);
+  CHECK_FALSE(other->facts().takes_scores);
+  other->open();
+  CHECK_THROWS_WITH(other->set_scores(0, 0, 0, 1, rows.data()), contains("none: this method computes its own"));
 }

@@ -24,7 +24,7 @@ inline constexpr std::array<index_t, 3> strategy_groups{4, 2, 1};
 /// Tokens of a block, in the order in which a search prefers them.
 inline constexpr std::array<index_t, 3> strategy_blocks{16, 8, 4};
 
-/// How the ended segments of a sequence are packed.
+/// How the ended segments of decoded tokens of a sequence are packed.
 struct strategy_report {
   index_t searched = 0;    ///< packed by a strategy of their own
   index_t unchanged = 0;   ///< still packed by the strategy of the segment before them

@@ -49,6 +49,7 @@ struct any_cache_facts {
   bool packs = false;                        ///< rows are packed: see `unpacked`
   bool cuts_prompts = false;                 ///< of a prompt that has begun, some tokens can be taken back
   bool saves = false;                        ///< `save` and `load` work
+  bool takes_scores = false;                 ///< the engine gives scores: see `set_scores`
 };
 
 /// K and V of a layer as they are stored, head after head: [kv_heads, tokens, k_dim] and [.., v_dim].
@@ -103,6 +104,10 @@ class any_cache {
   virtual void reread(index_t layer, index_t id, index_t first, index_t count, const untyped_input& q,
                       const untyped_input& k, const untyped_input& v, const untyped_output& out,
                       void* stream = nullptr) = 0;
+  /// scores [kv_heads, tokens], fp32, where the backend has its memory.
+  /// Errors   also: a method that takes none (`facts`).
+  virtual void set_scores(index_t layer, index_t id, index_t first, index_t tokens, const float* scores,
+                          void* stream = nullptr) = 0;
   virtual void end_layer(index_t layer, index_t id, void* stream = nullptr) = 0;
   virtual void end_prefill(index_t id, void* stream = nullptr) = 0;
 

@@ -29,9 +29,6 @@ class any_cache_over : public any_cache {
     }
   }
 
-  static_assert(!Recipe::retain_type::takes_scores,
-                "tessera: a cache by name has no set_scores; hold the cache of a recipe whose scores an engine gives");
-
  public:
   /// `tables`: what the recipe's budgets point to, kept as long as the cache and its copies.
   any_cache_over(const model_shape& shape, const Recipe& recipe, typename Backend::resources resources,
@@ -47,6 +44,7 @@ class any_cache_over : public any_cache {
     facts_.packs = packs_rows;
     facts_.cuts_prompts = cache_type::cuts_prompts;
     facts_.saves = cache_.can_save();
+    facts_.takes_scores = Recipe::retain_type::takes_scores;
   }
 
   const model_shape& shape() const override { return cache_.shape(); }
@@ -97,6 +95,14 @@ class any_cache_over : public any_cache {
                            queue_of(stream));
     }
     fail("tokens to reread", "given", "none: this method rereads no prompts", "ask any_cache_facts::rereads");
+  }
+  void set_scores([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id, [[maybe_unused]] index_t first,
+                  [[maybe_unused]] index_t tokens, [[maybe_unused]] const float* scores,
+                  [[maybe_unused]] void* stream) override {
+    if constexpr (Recipe::retain_type::takes_scores) {
+      return cache_.set_scores(layer, id, first, tokens, scores, queue_of(stream));
+    }
+    fail("scores", "given", "none: this method computes its own", "ask any_cache_facts::takes_scores");
   }
   void end_layer(index_t layer, index_t id, void* stream) override { cache_.end_layer(layer, id, queue_of(stream)); }
   void end_prefill(index_t id, void* stream) override { cache_.end_prefill(id, queue_of(stream)); }

@@ -5,6 +5,7 @@
 #include <tessera/backend/cpu/any_cache.hpp>
 #include <tessera/backend/cuda/any_cache.cuh>
 
+#include "cache/callers/gated_method.hpp"
 #include "cases/step_rows.hpp"
 #include "support/calls/saved_bytes.hpp"
 #include "tessera/methods/snapkv.hpp"
@@ -74,4 +75,30 @@ TEST_CASE("a cache by name gives the bits of the cache itself on the device", "[
   CHECK(on_host->positions(1, loaded, 1) == named->positions(1, id, 1));
   const index_t back = support::loaded(*named, support::saved(*on_host, loaded));
   CHECK(named->positions(0, back, 0) == own.positions(0, id, 0));
+}
+
+TEST_CASE("a cache by name takes an engine's scores on the device", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  const model_shape shape{gated::layers, gated::q_heads, gated::kv_heads};
+  using method = gated::at_the_end<bf16>;
+  method recipe;
+  recipe.set_budget(4);
+  const std::unique_ptr<any_cache> kv =
+      std::make_unique<cuda::any_cache_of<method>>(shape, recipe, cuda::cache_options{.tokens = 64});
+  CHECK(kv->facts().takes_scores);
+  const index_t id = kv->open();
+  const step_rows<bf16> x(1, 20, shape, gated::dim);
+  for (index_t layer = 0; layer < gated::layers; ++layer) {
+    kv->prefill(layer, id, x.rows(x.dq.data, gated::q_heads), x.rows(x.dk.data, gated::kv_heads),
+                x.rows(x.dv.data, gated::kv_heads));
+    std::vector<float> scores(std::size_t(gated::kv_heads) * 20, 0.0f);  // tokens 2, 3, 5 and 7 of every head
+    for (index_t h = 0; h < gated::kv_heads; ++h) {
+      for (const index_t t : {2, 3, 5, 7}) scores[std::size_t(h * 20 + t)] = 1;
+    }
+    const buffer<float> given(scores);
+    kv->set_scores(layer, id, 0, 20, given.data);
+    cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  }
+  kv->end_prefill(id);
+  CHECK(kv->positions(1, id, 0) == host_vector<index_t>{2, 3, 5, 7});
 }
