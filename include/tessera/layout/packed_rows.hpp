@@ -150,7 +150,7 @@ struct packed_rows {
     if constexpr (Strategy::searches) return strategy.searched();
     return false;
   }
-  /// Blocks of a searched strategy divide it.
+  /// Blocks of a searched strategy divide it, but for the smallest ones, where none does.
   index_t searched_block_unit() const { return std::gcd(tail.tail, segment); }
   /// The same rows by a strategy that a search has found.
   packed_rows by_strategy(const segment_strategy& found) const {
@@ -204,9 +204,6 @@ struct packed_rows {
     require(block == 0 || tail.tail % strategy_blocks.back() == 0, "tail", tail.tail,
             "a multiple of the smallest block that is searched, which is " + std::to_string(strategy_blocks.back()),
             "pack whole blocks");
-    require(block == 0 || segment % strategy_blocks.back() == 0, "segment", segment,
-            "a multiple of the smallest block that is searched, which is " + std::to_string(strategy_blocks.back()),
-            "cut prompts into whole blocks");
   }
   template <class Channels>
   void check_format(const Channels& channels, int dim, const packed_format& made) const {

@@ -150,8 +150,9 @@ void require_packable(const Layout& layout, index_t block) {
     require(!rows.packs_chunks(), "prefill", "packed", "whole in ragged pages on the device",
             "take fixed_pages or runs");
   if (block == 0) return;
-  require(rows.segment % block == 0, "segment", rows.segment,
-          "a multiple of the block on the device, which is " + std::to_string(block), "cut prompts into whole blocks");
+  const index_t unit = rows.searches() ? std::lcm(block, strategy_blocks.back()) : block;
+  require(rows.segment % unit == 0, "segment", rows.segment,
+          "a multiple of the block on the device, which is " + std::to_string(unit), "cut prompts into whole blocks");
   for (index_t whole = 0; whole <= 2 * rows.tail.tail; ++whole) {
     require(rows.tail.packed_after_prompt(whole) % block == 0, "tail", rows.tail.tail, "one that packs whole blocks",
             "take full_tails where a step reads blocks");
