@@ -10,19 +10,22 @@
 
 namespace tool {
 
-/// A cache of one conversation; keys, values and the newest queries of prompts are remembered on the way.
+/// A cache of one conversation; keys, the newest queries and, where asked for, values of prompts are remembered on the
+/// way.
 class watched_cache final : public method_cache {
  public:
-  watched_cache(std::unique_ptr<method_cache> held, const engine::llama_config& config, index_t rows)
+  watched_cache(std::unique_ptr<method_cache> held, const engine::llama_config& config, index_t rows,
+                bool values = false)
       : held_(std::move(held)),
         q_size_(std::size_t(config.q_size())),
         kv_size_(std::size_t(config.kv_size())),
         rows_(rows),
+        holds_values_(values),
         keys_(std::size_t(config.num_hidden_layers)),
         values_(keys_.size()),
         queries_(keys_.size()) {}
 
-  /// [tokens, kv_heads, head_dim] of a layer, and of its newest `rows` tokens [rows, q_heads, head_dim].
+  /// [tokens, kv_heads, head_dim] of a layer (values: empty unless asked for), and of its newest `rows` tokens [rows, q_heads, head_dim].
   const std::vector<float>& keys(int layer) const { return keys_[std::size_t(layer)]; }
   const std::vector<float>& values(int layer) const { return values_[std::size_t(layer)]; }
   const std::vector<float>& queries(int layer) const { return queries_[std::size_t(layer)]; }
@@ -31,7 +34,7 @@ class watched_cache final : public method_cache {
     auto &keys = keys_[std::size_t(layer)], &values = values_[std::size_t(layer)];
     auto& queries = queries_[std::size_t(layer)];
     keys.insert(keys.end(), k, k + std::size_t(tokens) * kv_size_);
-    values.insert(values.end(), v, v + std::size_t(tokens) * kv_size_);
+    if (holds_values_) values.insert(values.end(), v, v + std::size_t(tokens) * kv_size_);
     queries.insert(queries.end(), q, q + std::size_t(tokens) * q_size_);
     const std::size_t most = std::size_t(rows_) * q_size_;
     if (queries.size() > most) queries.erase(queries.begin(), queries.end() - std::ptrdiff_t(most));
@@ -62,6 +65,7 @@ class watched_cache final : public method_cache {
   std::unique_ptr<method_cache> held_;
   std::size_t q_size_, kv_size_;
   index_t rows_;
+  bool holds_values_;
   std::vector<std::vector<float>> keys_, values_, queries_;
 };
 

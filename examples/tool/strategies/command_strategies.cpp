@@ -83,7 +83,7 @@ void find_strategy_limits(const strategies_options& given) {
       request.head_dim = config.head_dim;
       request.workers = workers;
       request.tokens = index_t(prompt.size());
-      watched_cache cache(find_method("full").make(request), config, 1);
+      watched_cache cache(find_method("full").make(request), config, 1, true);
       (void)model->prefill(prompt, cache);
       measure(cache, config, index_t(prompt.size()), *workers, segments);
     }
@@ -105,9 +105,10 @@ void find_strategy_limits(const strategies_options& given) {
                [&](const tessera::strategy_measures& one) { return one.inside[b] / std::max(one.outside, 1e-300); });
   }
   const found_limit loss = segments.channel_loss(share, group), spread = segments.block_spread(block);
-  std::printf("channel_loss=%.3g chooses %g %% of the channels in groups of %d in %zu of %zu segments\n", loss.value,
+  // As many digits as a limit has: a rounded one may choose something else.
+  std::printf("channel_loss=%.9g chooses %g %% of the channels in groups of %d in %zu of %zu segments\n", loss.value,
               100 * double(share), int(group), loss.segments, segments.count());
-  std::printf("block_spread=%.3g chooses blocks of %d in %zu of %zu segments\n", spread.value, int(block),
+  std::printf("block_spread=%.9g chooses blocks of %d in %zu of %zu segments\n", spread.value, int(block),
               spread.segments, segments.count());
 }
 

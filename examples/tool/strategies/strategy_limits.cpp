@@ -49,9 +49,11 @@ found_limit measured_segments::channel_loss(float share, tessera::index_t group)
   std::vector<limit_range> ranges;
   for (const auto& segment : all_) {
     double earlier = 1;  // a share of energy
+    // The last candidate is what is left where none qualifies.
+    const bool last = s + 1 == shares.size() && g + 1 == groups.size();
     for (std::size_t i = 0; i < s * groups.size() + g; ++i)
       earlier = std::min(earlier, segment.losses[i / groups.size()][i % groups.size()]);
-    ranges.push_back({segment.losses[s][g], earlier});
+    ranges.push_back({last ? 0 : segment.losses[s][g], earlier});
   }
   return common_limit(ranges);
 }

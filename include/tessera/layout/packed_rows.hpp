@@ -198,6 +198,7 @@ struct packed_rows {
   }
   /// What a search may choose always fits.
   void check_search(index_t block) const {
+    require(Basis::rotates, "strategy", "searched", "fixed for rows that are not rotated", "take strategy=fixed");
     const packed_rows widest = by_strategy({strategy_shares.back(), 1, strategy_blocks.back()});
     check_format(widest.key, k_dim, widest.key_format());
     check_format(widest.value, v_dim, widest.value_format());

@@ -10,6 +10,7 @@ TESSERA_NAMESPACE_BEGIN
 enum class strategy_choice { fixed, searched };
 
 /// A segment that begins with its rows, as a prompt's do, is searched before they are packed (runtime/strategy.hpp).
+/// The recipe's own channels, group and block count for none then.
 ///
 /// Decoded tokens join the open segment tail by tail, packed by the strategy of the segment before it. What packing
 /// leaves out of each token, its loss, is summed. The segment ends in one of two cases:
@@ -19,7 +20,7 @@ enum class strategy_choice { fixed, searched };
 /// A thread beside the cache then searches a strategy for the segment and packs its original rows anew. Between two
 /// steps the result takes the segment's place.
 ///
-/// Errors   parameters out of range: tessera::error.
+/// Errors   parameters out of range; rows that are not rotated: tessera::error.
 /// Bytes    an open segment also holds its original rows, in fp32.
 /// Paper    MosaicKV, arXiv:2607.00760, Sec. 5.4, 5.5. Differs: it gives no thresholds. The defaults choose what it
 ///          configures, 25 % of the channels, on most layers of this repository's example model; `tessera strategies`

@@ -203,6 +203,10 @@ TEST_CASE("limits of a search are in the middle of those by which most segments 
   CHECK(spread.value == Approx(0.16));
   CHECK(segments.all()[0].best(0, float(spread.value), 32).block == 8);
   CHECK(segments.block_spread(4).segments == 3);
+  const auto fallback = segments.channel_loss(0.375f, 1);  // chosen wherever nothing before it qualifies
+  CHECK(fallback.segments == 3);
+  for (const auto& one : segments.all())
+    CHECK(one.best(float(fallback.value), 0, 32) == tessera::segment_strategy{0.375f, 1, 4});
   CHECK_THROWS_WITH(segments.channel_loss(0.3f, 1), contains("--channels is 0.3"));
   CHECK_THROWS_WITH(segments.channel_loss(0.25f, 3), contains("--group is 3"));
   CHECK_THROWS_WITH(segments.block_spread(32), contains("--block is 32"));

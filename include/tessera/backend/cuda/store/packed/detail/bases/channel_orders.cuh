@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(Threads)
 /// The channel orders of a few segments at once, for each of some shares of channels.
 ///
 /// Memory   for each segment 1,024 rows of keys and values in fp32, and two counts for each two channels and share.
-/// Cost     two launches, and one for each segment.
+/// Cost     a launch for all segments and one for each; a copy and a launch for each basis that is put in order.
 template <class View>
 class channel_orders {
   static constexpr int D = View::k_dim, Dv = View::v_dim, largest = D > Dv ? D : Dv;
