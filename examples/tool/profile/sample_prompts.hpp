@@ -1,6 +1,7 @@
 // Prompts that a model is measured on: documents of all families in turn.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <optional>
 #include <string>
@@ -22,6 +23,7 @@ class sample_prompts {
   void open(const std::filesystem::path& model);
 
   index_t count() const { return count_; }
+  std::int64_t context() const { return documents_.plan.context; }  ///< tokens of a prompt
   const std::vector<std::string>& families() const { return documents_.families; }
   const engine::llama_config& config() const { return config_; }
   const engine::tokenizer& tokenizer() const { return *tokenizer_; }

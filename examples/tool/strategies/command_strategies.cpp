@@ -69,6 +69,9 @@ void find_strategy_limits(const strategies_options& given) {
   const std::filesystem::path folder = given.model;
   prompts.open(folder);
   const engine::llama_config& config = prompts.config();
+  tessera::require(prompts.context() >= 4 * config.head_dim, "--context", prompts.context(),
+                   "at least " + std::to_string(4 * config.head_dim) + ", of which a segment's basis is made",
+                   "ask for longer prompts");
   const auto model = [&] {
     progress_line progress("loading the model");
     return load_model(folder, backend::cpu, *workers);

@@ -127,8 +127,7 @@ host_vector<std::pair<index_t, index_t>> greedy_pairs(index_t items, const Liken
 
 /// An order of `channels` channels in which the 2 or 4 neighbours of a group are often chosen together; the identity
 /// for groups of 1. Channels are matched greedily into pairs, then pairs into groups of 4. Groups are sorted by their
-/// lowest channel. together [channels, channels]: how many vectors chose both channels. `group`
-/// divides `channels`.
+/// lowest channel. together [channels, channels]: how many vectors chose both channels. `group` divides `channels`.
 inline host_vector<index_t> group_channels(const host_vector<double>& together, index_t channels, index_t group) {
   host_vector<host_vector<index_t>> groups;
   for (index_t c = 0; c < channels; ++c) groups.push_back({c});

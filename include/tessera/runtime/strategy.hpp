@@ -19,13 +19,13 @@ struct strategy_measures {
   std::array<double, strategy_blocks.size()> inside{};  ///< sums of squared distances from the means of blocks
   double outside = 0;                                   ///< sum of squared distances from the means of heads
 
-  /// The best strategy; a block divides `tail`.
+  /// The best strategy; a block divides `unit`, unless it is the smallest.
   ///
   /// Candidates qualify if their mean loss is below `loss`. The best of these keeps the fewest channels and, among
   /// equals, has the largest group. If none qualifies, the choice is the most channels in groups of one. The block is
   /// the largest within which the keys' variance is below `spread` times their variance over the whole segment. If none
   /// qualifies, it is the smallest block.
-  segment_strategy best(float loss, float spread, index_t tail) const {
+  segment_strategy best(float loss, float spread, index_t unit) const {
     segment_strategy result{strategy_shares.back(), 1, strategy_blocks.back()};
     bool found = false;
     for (std::size_t s = 0; s < strategy_shares.size() && !found; ++s) {
@@ -35,7 +35,7 @@ struct strategy_measures {
       }
     }
     for (std::size_t b = strategy_blocks.size(); b-- > 0;) {  // later iterations overwrite: the largest qualifying wins
-      if (tail % strategy_blocks[b] == 0 && inside[b] < double(spread) * outside) result.block = strategy_blocks[b];
+      if (unit % strategy_blocks[b] == 0 && inside[b] < double(spread) * outside) result.block = strategy_blocks[b];
     }
     return result;
   }
@@ -140,7 +140,7 @@ class strategy_search {
     return result;
   }
   /// See strategy_measures.
-  segment_strategy best(float loss, float spread, index_t tail) const { return measures().best(loss, spread, tail); }
+  segment_strategy best(float loss, float spread, index_t unit) const { return measures().best(loss, spread, unit); }
 
   /// The mean loss of a candidate; infinite where it does not fit the head dims.
   double loss(std::size_t share, std::size_t group) const {

@@ -171,7 +171,7 @@ class row_packer {
   float* v_basis(segment_basis& basis, index_t head) const {
     return basis.v.data() + offset_t(head) * format_.v.channels * v_dim;
   }
-  /// The bases of one head, their channels by energy.
+  /// The bases of one head, in no order for groups yet.
   void find_bases(const row_lists& lists, index_t h, segment_basis& basis) const {
     if constexpr (rows_type::basis_type::rotates) {
       const auto keys = load_keys_of(lists, h);
