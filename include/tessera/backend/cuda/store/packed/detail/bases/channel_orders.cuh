@@ -26,6 +26,7 @@ struct segment_span {
 namespace detail {
 
 inline constexpr int sample_rows = 1024, sample_warps = 4, ordering_warps = 8, ordering_threads = ordering_warps * 32;
+static_assert(sample_step(sample_rows) == 1 && sample_step(sample_rows + 1) == 2, "the host samples as many rows");
 /// Segments that are ordered or searched together, at most.
 inline constexpr int max_sampled = 4;
 
