@@ -113,6 +113,7 @@ TEST_CASE(
     "it") {
   mosaic recipe = searching();
   recipe.layout.rows.strategy.least_segment = 128;
+  recipe.layout.rows.segment = 256;
   conversation<> now(recipe, 256);
   const auto worker = std::make_shared<at_once>();
   now.held.search_on(worker);
@@ -179,11 +180,42 @@ TEST_CASE(
     }
     CHECK(error / energy < 0.15);
   }
-  // From now on tokens are packed by that strategy, in a segment of their own.
-  for (int i = 0; i < 40; ++i) now.step();
+  // Its basis is one of fewer than 256 rows: the next tokens wait until they are as many, and get one of their own.
+  const std::size_t segments = now.parts(0).size();
+  while (now.parts(0).size() == segments) {
+    now.step();
+    REQUIRE(now.tokens < 2000);
+  }
+  const auto own = now.held.view(0, now.id);
+  CHECK(own.segments->back()->basis != (*own.segments)[1]->basis);
+  CHECK(own.segments->back()->lengths == std::vector<index_t>(kv_heads, 256));
+}
+
+TEST_CASE("tokens behind a basis of few rows wait for one of their own, where strategies are searched too") {
+  mosaic recipe = searching();
+  recipe.layout.rows.segment = 512;
+  recipe.layout.rows.strategy.least_segment = 512;
+  conversation<> now(recipe, 150);
+  const auto worker = std::make_shared<at_once>();
+  now.held.search_on(worker);
+  CHECK(now.parts(0) == std::vector<index_t>{150});  // a basis wants 4 rows for each element
+  while (now.tokens < 2200 && worker->held.empty()) now.step();
+  REQUIRE(worker->held.size() == 1);  // the open segment has 512 rows
   const auto view = now.held.view(0, now.id);
-  CHECK(view.segments->back()->format == (*view.segments)[1]->format);
-  CHECK(view.segments->back()->basis == (*view.segments)[1]->basis);
+  const auto parts = now.parts(0);
+  REQUIRE(parts.size() == 5);
+  CHECK(parts[0] >= 256);
+  CHECK(parts[1] >= parts[0]);
+  CHECK(parts[2] == 512);
+  CHECK(parts[3] == 512);
+  for (std::size_t i = 1; i < 3; ++i) CHECK((*view.segments)[i]->basis != (*view.segments)[i - 1]->basis);
+  CHECK((*view.segments)[3]->basis == (*view.segments)[2]->basis);
+  CHECK((*view.segments)[3]->format == (*view.segments)[2]->format);
+  worker->publish();
+  now.step();
+  CHECK((*now.held.view(0, now.id).segments)[3]->basis != (*now.held.view(0, now.id).segments)[2]->basis);
+  for (int i = 0; i < 100; ++i) now.step();
+  CHECK(now.held.view(0, now.id).segments->back()->basis == (*now.held.view(0, now.id).segments)[3]->basis);
 }
 
 TEST_CASE(
@@ -214,11 +246,11 @@ TEST_CASE(
 TEST_CASE("a search that never ends costs no more than the rows that it searches, and a segment's") {
   mosaic recipe = searching();
   recipe.layout.rows.segment = 512;
-  conversation<> now(recipe);
+  conversation<> now(recipe, 512);
   const auto worker = std::make_shared<at_once>();
   now.held.search_on(worker);
   std::vector<offset_t> held;
-  for (int i = 0; i < 1800; ++i) {
+  for (int i = 0; i < 2400; ++i) {
     now.step();
     held.push_back(now.held.bytes(now.id));
   }
@@ -228,7 +260,7 @@ TEST_CASE("a search that never ends costs no more than the rows that it searches
   recipe.layout.rows =
       recipe.layout.rows.by_strategy({float(first.k.stored_channels) / float(dim), first.k.group, first.block});
   recipe.retrieve.selector.block = first.block;
-  conversation<> fixed(recipe);
+  conversation<> fixed(recipe, 512);
   offset_t most = 0;
   for (const offset_t bytes : held) {
     fixed.step();
@@ -291,7 +323,6 @@ TEST_CASE("segments end at their length, whatever is asked of the least one, and
     return longest;
   };
   mosaic recipe = searching();
-  recipe.layout.rows.segment = 128;
   conversation<> alone(recipe, 64);
   alone.held.search_on(std::make_shared<no_thread>());
   for (int i = 0; i < 700; ++i) alone.step();
@@ -307,7 +338,6 @@ TEST_CASE("segments end at their length, whatever is asked of the least one, and
 
 TEST_CASE("turns without a step end segments too") {
   mosaic recipe = searching();
-  recipe.layout.rows.segment = 128;
   conversation<> now(recipe, 64);
   offset_t most = 0;
   for (int turn = 0; turn < 12; ++turn) {

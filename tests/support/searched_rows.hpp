@@ -16,7 +16,7 @@ using namespace tessera;
 
 constexpr index_t layers = 2, q_heads = 4, kv_heads = 2, dim = 64, drift = 300;
 
-/// Segments that end soon.
+/// Segments that end soon, and bases of 128 rows that others join.
 template <class Mosaic>
 Mosaic searching(index_t least = 64) {
   Mosaic recipe;
@@ -25,6 +25,7 @@ Mosaic searching(index_t least = 64) {
   strategy.strategy = strategy_choice::searched;
   strategy.least_segment = least;
   strategy.reference = 128;
+  recipe.layout.rows.segment = 128;
   strategy.channel_loss = 0.1f, strategy.block_spread = 0.5f;
   return recipe;
 }

@@ -23,9 +23,9 @@ enum class prefill_rows { whole, packed };
 /// What becomes of whole rows that `Tail` would pack.
 enum class due_rows { stay_whole, join_last_segment, begin_segments };
 
-/// What a layer of a sequence has packed: rows of its longest head.
+/// What a layer of a sequence has packed: rows of its longest head, and those of them in the basis that new rows join.
 struct packed_so_far {
-  index_t rows = 0, last_segment = 0;
+  index_t rows = 0, in_last_basis = 0;
 };
 
 /// K and V in segments: each holds the elements that its channel selectors keep, in a basis of its own. The newest
@@ -36,8 +36,8 @@ struct packed_so_far {
 /// Shorter prompts and decoded tokens join the last segment, in its basis and format, when `Tail` says so. Rows are
 /// packed only in a basis that fits them (`fate`): rows of a sequence stay whole until there are four times as many as
 /// a vector has elements; behind a segment of fewer than 2,048 rows they stay whole until they are as many as all
-/// packed ones, at most 2,048, and become a segment of their own. No number exceeds `segment`. The second rule is not
-/// for searched strategies, nor where tokens have been dropped; neither is for rows that are not rotated.
+/// packed ones, at most 2,048, and become a segment of their own. No number exceeds `segment`. The second rule is not for
+/// tokens of which some have been dropped; neither is for rows that are not rotated.
 /// `prefill=packed`: the rows of a chunk are packed when the next one arrives, and join the last segment until it is
 /// full. So a prompt's peak is its packed rows, the whole rows of two chunks and up to 2,048 that wait for a basis.
 /// Bytes    see packed_format, and a basis for each segment.
@@ -77,25 +77,24 @@ struct packed_rows {
   packed_format value_format() const { return format(value, v_dim); }
 
   bool packs_chunks() const { return prefill == prefill_rows::packed; }
-  /// What becomes of `due` rows of the longest head, in a turn with a prompt of `prompt` tokens. Where strategies are
-  /// searched, each segment of an answer gets the basis that its search finds.
+  /// What becomes of `due` rows of the longest head, in a turn with a prompt of `prompt` tokens.
   due_rows fate(const packed_so_far& packed, index_t due, packing_moment when, index_t prompt) const {
     const index_t least = fewest_basis_rows();
     if (packed.rows == 0) return due < least ? due_rows::stay_whole : due_rows::begin_segments;
     const bool ends = when == packing_moment::prompt_end;
     if (ends && !packs_chunks() && prompt >= own_segment_tokens && due >= least) return due_rows::begin_segments;
-    if (packed.last_segment < lasting_basis_rows()) {
+    if (packed.in_last_basis < lasting_basis_rows()) {
       const index_t wanted = (std::max)(least, (std::min)(packed.rows, lasting_basis_rows()));
       return due < wanted ? due_rows::stay_whole : due_rows::begin_segments;
     }
-    if (packs_chunks() && when != packing_moment::step_end && packed.last_segment >= segment) {
+    if (packs_chunks() && when != packing_moment::step_end && packed.in_last_basis >= segment) {
       if (due >= (ends ? least : lasting_basis_rows())) return due_rows::begin_segments;
       if (!ends) return due_rows::stay_whole;
     }
     return due_rows::join_last_segment;
   }
   /// Rows of the shortest segment that others join.
-  index_t lasting_basis_rows() const { return Basis::rotates && !searches() ? (std::min)(index_t(2048), segment) : 0; }
+  index_t lasting_basis_rows() const { return Basis::rotates ? (std::min)(index_t(2048), segment) : 0; }
   /// How many segments at most begin before one is that long, besides the first.
   index_t growing_segments() const {
     index_t count = 0, last = fewest_basis_rows(), all = last;
@@ -234,6 +233,26 @@ template <packing_layout Layout>
 bool searches_strategies(const Layout& layout) {
   return layout.rows.searches();
 }
+/// The fewest decoded tokens of a segment that a thread searches.
+template <searching_layout Layout>
+index_t fewest_searched_rows(const Layout& layout) {
+  return (std::min)(layout.rows.strategy.least_segment, layout.rows.segment);
+}
+/// Whether such a segment may be too short for rows to join its basis.
+template <packing_layout Layout>
+bool searches_short_segments(const Layout& layout) {
+  if constexpr (searching_layout<Layout>)
+    return layout.rows.searches() && fewest_searched_rows(layout) < layout.rows.lasting_basis_rows();
+  return false;
+}
+/// How many segments `decoded` tokens become at most while strategies are searched. Each may end in two parts. One that
+/// is searched may be followed by one that waits for a basis of its own.
+template <searching_layout Layout>
+offset_t searched_segments(const Layout& layout, offset_t decoded) {
+  const auto parts = [&](offset_t least) { return (decoded + least - 1) / least; };
+  const offset_t waited = searches_short_segments(layout) ? parts(layout.rows.lasting_basis_rows()) : 0;
+  return 2 * (parts(fewest_searched_rows(layout)) + waited);
+}
 
 /// The rows of a layout with the longest format that a segment may have.
 template <packing_layout Layout>
@@ -259,10 +278,7 @@ index_t max_segments(const Layout& layout, index_t tokens) {
   const index_t of_prompts = of_chunks + ceil_div(tokens, layout.rows.segment) + 1 +
                              tokens / Layout::rows_type::own_segment_tokens + layout.rows.growing_segments();
   if constexpr (searching_layout<Layout>) {
-    if (searches_strategies(layout)) {
-      const index_t least = (std::min)(layout.rows.strategy.least_segment, layout.rows.segment);
-      return 2 * (of_prompts + ceil_div(tokens, least));
-    }
+    if (searches_strategies(layout)) return index_t(2 * of_prompts + searched_segments(layout, tokens));
   }
   return of_prompts;
 }
@@ -284,7 +300,8 @@ packed_peak packed_peak_of(const Layout& layout, const turn_extent& turn, index_
   // A prompt from which nothing is dropped may end in a segment that is long enough for a basis that lasts.
   index_t last = rows.tail.packed_after_prompt(turn.prompt);
   while (last > rows.segment_rows(last)) last -= rows.segment_rows(last);
-  const bool lasts = longest >= turn.tokens() && last >= rows.lasting_basis_rows();
+  const bool lasts =
+      longest >= turn.tokens() && last >= rows.lasting_basis_rows() && !searches_short_segments(layout);
   const offset_t waiting =
       lasts && !rows.packs_chunks() ? 0 : (std::max)(rows.fewest_basis_rows(), rows.lasting_basis_rows());
   const offset_t in_steps = full + waiting + 2 * turn.step, decoded = offset_t(turn.answer) + full;
@@ -298,8 +315,7 @@ packed_peak packed_peak_of(const Layout& layout, const turn_extent& turn, index_
     if (searches_strategies(layout)) {
       // Decoded rows form segments that end, each perhaps in two parts. A segment ends when it is full; the rows of the
       // one before may wait for their search.
-      const index_t least = (std::min)(layout.rows.strategy.least_segment, layout.rows.segment);
-      peak.segments += 2 * index_t(decoded / least) + 1;
+      peak.segments += index_t(searched_segments(layout, decoded)) + 1;
       peak.originals = index_t((std::min<offset_t>)(decoded, 2 * (offset_t(layout.rows.segment) + in_steps)));
     }
   }

@@ -90,7 +90,6 @@ TEST_CASE("a searching cache on the device holds the CPU's conversation", "[gpu]
   // Prompts keep every element, whose losses would be noise: segments end where they are full.
   mosaic recipe = searching();
   support::keep_all_elements(recipe);
-  recipe.layout.rows.segment = 128;
   recipe.layout.rows.strategy.segment_loss = 1e7f;
   const index_t steps = shrunk(700, 200);
   searched_conversation device(recipe, steps);

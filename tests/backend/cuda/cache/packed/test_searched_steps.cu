@@ -36,7 +36,7 @@ TEST_CASE("no step of a long answer waits for a search, and what rows wait in is
   const index_t prompt = std::min(512, 2 * least);
   mosaic recipe = searching(least);
   recipe.layout.rows.strategy.reference = least;
-  recipe.layout.rows.segment = 4 * least;
+  recipe.layout.rows.segment = steps >= 20000 ? 4 * least : prompt;  // rows join the prompt's basis at once
   std::vector<std::vector<float>> answers;
   std::vector<index_t> swaps;
   step_times times;

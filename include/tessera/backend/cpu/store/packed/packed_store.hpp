@@ -380,7 +380,10 @@ class kv_store<Layout> {
     const auto longest = [](const auto& lengths) { return *std::max_element(lengths.begin(), lengths.end()); };
     // Where tokens have been dropped, a segment's length says nothing of its basis: rows join.
     const bool drops = stored.beside.positions() != nullptr;
-    const index_t last = drops ? layout_.rows.lasting_basis_rows() : longest(stored.segments.back()->lengths);
+    index_t last = drops ? layout_.rows.lasting_basis_rows() : 0;
+    const auto& basis = stored.segments.back()->basis;  // segments that share a basis stand together
+    for (auto it = stored.segments.rbegin(); !drops && it != stored.segments.rend() && (*it)->basis == basis; ++it)
+      last += longest((*it)->lengths);
     return {(std::max)(1, longest(stored.packed)), last};
   }
   sequence_major order_;
