@@ -31,6 +31,14 @@ class kv_cache {
     (void)layer, (void)first, (void)count, (void)q, (void)k, (void)v, (void)tokens, (void)out;
   }
 
+  /// Whether tokens come with scores of the model's gate: `set_scores`, behind each `prefill` and `decode` of a layer. Most caches
+  /// do not care.
+  virtual bool takes_scores() const { return false; }
+  /// Scores [kv_heads, tokens] of a layer's tokens from position `first` on. Only given where `takes_scores`.
+  virtual void set_scores(int layer, std::int64_t first, const float* scores, int tokens) {
+    (void)layer, (void)first, (void)scores, (void)tokens;
+  }
+
   /// Ends a turn's prefill, after its last chunk has passed through every layer. A cache may drop tokens here.
   virtual void end_prefill() = 0;
 

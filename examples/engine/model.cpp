@@ -68,7 +68,10 @@ llama llama::load(const std::filesystem::path& directory, tessera::cpu::executor
   llama_config config = config_of_model(directory);
   const checkpoint weights = checkpoint::open(directory);
   require_agreement(directory, config, weights);
-  return llama(std::move(config), weights, executor);
+  auto gate = load_gate(directory, config);
+  llama loaded(std::move(config), weights, executor);
+  loaded.gate_ = std::move(gate);
+  return loaded;
 }
 
 void llama::workspace::resize(const llama_config& config, std::int32_t tokens) {
@@ -105,6 +108,16 @@ void llama::attend(const layer& weights, int index, std::int64_t first, std::int
   else
     cache.decode(index, q, k, v, tokens, work_.attended.data());
   require_numbers("the attention", index, work_.attended, config_.q_size(), first, tokens, largest_float);
+  if (cache.takes_scores()) score(index, first, tokens, cache);
+}
+
+// Hands over the gate's scores of the tokens whose rows are in work_.normed.
+void llama::score(int index, std::int64_t first, std::int32_t tokens, kv_cache& cache) {
+  const gate_layer& gate = (*gate_)[std::size_t(index)];
+  work_.gated.resize(std::size_t(tokens) * std::size_t(gate.projections.outputs));
+  work_.scores.resize(std::size_t(tokens) * std::size_t(config_.num_key_value_heads));
+  gate_scores(*executor_, config_, gate, work_.normed.data(), tokens, work_.gated.data(), work_.scores.data());
+  cache.set_scores(index, first, work_.scores.data(), tokens);
 }
 
 // Errors: a value of a layer that is no number or above `most`. `values` [tokens, width], `first` the first token's position.
@@ -166,6 +179,7 @@ std::vector<float> llama::logits_of(std::int32_t tokens, std::int32_t wanted) {
 
 std::vector<float> llama::prefill(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options) {
   require_prompt(config_, prompt, options, cache.next_position());
+  require_gate(cache.takes_scores(), gate_.has_value());
   std::size_t done = 0;
   std::int32_t count = 0;
   while (done < prompt.size()) {
@@ -214,6 +228,7 @@ void llama::reread(std::span<const token_t> prompt, kv_cache& cache, const prefi
 
 std::vector<float> llama::decode(std::span<const token_t> tokens, kv_cache& cache) {
   require_step(config_, tokens, cache.next_position());
+  require_gate(cache.takes_scores(), gate_.has_value());
   const auto count = std::int32_t(tokens.size());
   forward(tokens, cache, phase::decode, count);
   return logits_of(count, count);

@@ -3,12 +3,14 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <span>
 #include <tessera/backend/cpu/kernel/executor.hpp>
 #include <vector>
 
 #include "checkpoint.hpp"
 #include "config.hpp"
+#include "engine/gate/gate.hpp"
 #include "generate.hpp"
 #include "kv_cache.hpp"
 #include "ops.hpp"
@@ -24,16 +26,16 @@ namespace engine {
 /// Threads: one call at a time, because all calls share the working memory.
 class llama {
  public:
-  /// Loads config.json and the weights from a folder. `executor` must outlive the model.
-  /// Errors: see `load_config`, `checkpoint::open` and `checkpoint::weight`.
+  /// Loads config.json, the weights and, where there is one, the gate from a folder. `executor` must outlive the model.
+  /// Errors: see `load_config`, `checkpoint::open`, `checkpoint::weight` and `load_gate`.
   static llama load(const std::filesystem::path& directory, tessera::cpu::executor& executor);
 
   const llama_config& config() const { return config_; }
 
   /// Appends one turn's prompt to `cache` and ends the cache's prefill.
   /// Returns  the logits [vocab_size] after the prompt's last token.
-  /// Errors   an empty prompt, a token outside the vocabulary, a chunk below 1, or a prompt that would pass
-  ///          max_position_embeddings.
+  /// Errors   an empty prompt, a token outside the vocabulary, a chunk below 1, a prompt that would pass
+  ///          max_position_embeddings, or a cache that takes scores where the model has no gate.
   std::vector<float> prefill(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options = {});
 
   /// Passes the prompt that `cache` holds last, and has not ended, through the model once more, part by part (see
@@ -67,7 +69,7 @@ class llama {
   };
   // Working memory of one chunk, kept between calls.
   struct workspace {
-    std::vector<float> hidden, normed, qkv, q, k, v, attended, projected, gate_up, activated;
+    std::vector<float> hidden, normed, qkv, q, k, v, attended, projected, gate_up, activated, gated, scores;
     void resize(const llama_config& config, std::int32_t tokens);
   };
   enum class phase { prefill, decode };
@@ -77,6 +79,7 @@ class llama {
   void forward(std::span<const token_t> tokens, kv_cache& cache, phase now, std::int32_t wanted);
   void attend(const layer& weights, int index, std::int64_t first, std::int32_t tokens, const rope_table& table,
               kv_cache& cache, phase now);
+  void score(int index, std::int64_t first, std::int32_t tokens, kv_cache& cache);
   void finish_layer(const layer& weights, float* hidden, const float* attended, std::int32_t rows);
   void require_numbers(const char* what, int index, const std::vector<float>& values, std::int32_t width,
                        std::int64_t first, std::int32_t tokens, float most) const;
@@ -88,6 +91,7 @@ class llama {
   matrix head_;       // [vocab, hidden]; empty when tied to the embedding
   std::vector<float> final_norm_;
   std::vector<layer> layers_;
+  std::optional<std::vector<gate_layer>> gate_;
   std::vector<float> frequencies_;
   workspace work_;
 };

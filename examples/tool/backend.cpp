@@ -1,5 +1,6 @@
 #include "backend.hpp"
 
+#include <algorithm>
 #include <tessera/core/error.hpp>
 #include <utility>
 
@@ -30,6 +31,14 @@ class cpu_fan_out final : public engine::kv_cache {
     const input_rows keys = tessera::nhd_rows(k, tokens, config_.num_key_value_heads, config_.head_dim);
     const input_rows values = tessera::nhd_rows(v, tokens, config_.num_key_value_heads, config_.head_dim);
     for (std::size_t i = 1; i < caches_.size(); ++i) caches_[i]->observe(layer, queries, keys, values);
+  }
+  bool takes_scores() const override {
+    return std::any_of(caches_.begin(), caches_.end(), [](const auto& cache) { return cache->takes_scores(); });
+  }
+  void set_scores(int layer, std::int64_t first, const float* scores, int tokens) override {
+    for (const auto& cache : caches_) {
+      if (cache->takes_scores()) cache->set_scores(layer, first, scores, tokens);
+    }
   }
   void end_prefill() override {}
   void decode(int, const float*, const float*, const float*, int, float*) override {

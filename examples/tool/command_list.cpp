@@ -38,6 +38,7 @@ void print_json() {
     item["needs_boundaries"] = method.needs_segments;
     item["needs_step_boundaries"] = method.needs_step_segments;
     item["needs_engine"] = method.rereads;
+    item["needs_scores"] = method.takes_scores;
     item["needs_profile"] = method.needs_profile;
     item["needs_rope_theta"] = method.needs_rope;
     if (method.has_budget) {

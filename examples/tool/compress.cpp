@@ -66,6 +66,14 @@ prompt_outputs prefill(const layer_tensors& layer, const std::vector<std::pair<i
       cache.begin_chunk(std::span(layer.boundaries).subspan(std::size_t(begin), std::size_t(end - begin)));
     }
     cache.observe(0, q, rows_of(layer.k.heads_first(), begin, end), rows_of(layer.v.heads_first(), begin, end));
+    if (info.takes_scores) {
+      std::vector<float> scores;
+      for (index_t head = 0; head < layer.kv_heads; ++head) {
+        const auto own = layer.scores.begin() + offset_t(head) * layer.tokens;
+        scores.insert(scores.end(), own + begin, own + end);
+      }
+      cache.set_scores(0, begin, scores.data(), end - begin);
+    }
     if (info.chooses_lines) {
       const std::size_t row = std::size_t(layer.q_heads) * std::size_t(layer.head_dim);
       last.first = begin;
@@ -93,6 +101,7 @@ std::vector<std::string> unused_tensors(const safetensors_file& in, const method
                        name == turns || (name == "boundaries" && method.needs_segments) ||
                        (name == "boundaries_decode" && method.needs_step_segments) ||
                        (name == "output_projection" && method.takes_projection) ||
+                       (name == "scores" && method.takes_scores) ||
                        (name == "q" && (method.chooses_lines || cache.queries_needed(layer.tokens) > 0));
     if (!known) all.push_back(name);
   }
@@ -236,6 +245,8 @@ compressed compress(const safetensors_file& in, const compress_options& options)
   const layer_tensors layer = read_layer(in);
   tessera::require(!method.needs_segments || in.contains("boundaries"), "tensor boundaries", "missing",
                    "[tokens] U8, 1 where a segment of the text ends, for " + method.name, "add it to the file");
+  tessera::require(!method.takes_scores || !layer.scores.empty(), "tensor scores", "missing",
+                   "[kv_heads, tokens] F32, what a gate gives each token, for " + method.name, "add it to the file");
   const index_t steps = layer.q_decode ? layer.q_decode->shape[0] : 0;
   tessera::require(!method.needs_step_segments || steps == 0 || in.contains("boundaries_decode"),
                    "tensor boundaries_decode", "missing",

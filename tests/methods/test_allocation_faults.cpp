@@ -268,6 +268,7 @@ settings chosen_for(const std::string& method) {
   settings chosen{method, 24};
   for (const number& one : numbers_of(method)) {
     if (one.name == "window") chosen.values["window"] = 4;
+    if (one.name == "recent" && method == "fastkvzip") chosen.values["recent"] = 4;
     if (one.name == "max_new") chosen.values["max_new"] = 8;
     if (one.name == "read_tokens") chosen.values["read_tokens"] = 16;
   }

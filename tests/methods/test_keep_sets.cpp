@@ -25,6 +25,7 @@ settings random_settings(rng& random, const std::string& method) {
                    {"newest", random.pick({0, 1, 1, 5})},
                    {"read_tokens", random.between(1, 30)}};
   if (method == "sentencekv") chosen.values["recent"] = random.between(0, 8);
+  if (method == "fastkvzip") chosen.values["recent"] = random.between(0, std::min<index_t>(chosen.budget, 8));
   if (method == "exact_topk" || token_budget) chosen.values.erase("read_tokens");
   if (made_of.estimate && !token_budget) chosen.values["read_tokens"] = random.between(16, 60);
   if (made_of.plans || made_of.estimate) {

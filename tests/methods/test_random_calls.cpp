@@ -25,6 +25,7 @@ support::called_caches caches_of(const std::string& method, support::rng& random
   for (const number& one : numbers_of(method)) {
     known.has_budget = known.has_budget || one.name == "budget";
     if (one.name == "window") chosen.values["window"] = random.between(1, 4);
+    if (one.name == "recent" && method == "fastkvzip") chosen.values["recent"] = random.between(0, 4);
     if (one.name == "observed") chosen.values["observed"] = random.between(1, 4);
     // Else sequences of a batch may differ in what is due.
     if (one.name == "every") chosen.values["every"] = chosen.values["first"] = 1;

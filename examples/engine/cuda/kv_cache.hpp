@@ -82,6 +82,13 @@ class kv_cache {
     (void)layer, (void)first, (void)count, (void)q, (void)k, (void)v, (void)tokens, (void)out, (void)stream;
   }
 
+  /// Whether tokens come with scores of the model's gate, and these, of the selected conversation: [kv_heads, tokens] on the
+  /// device. Behind each `prefill` of a layer, and behind a whole step.
+  virtual bool takes_scores() const { return false; }
+  virtual void set_scores(int layer, std::int64_t first, const float* scores, int tokens, stream_t stream) {
+    (void)layer, (void)first, (void)scores, (void)tokens, (void)stream;
+  }
+
   /// Ends a turn's prefill, after its last chunk has passed through every layer. A cache may drop tokens here.
   virtual void end_prefill(stream_t stream) = 0;
 

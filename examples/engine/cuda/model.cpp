@@ -7,9 +7,11 @@
 #include <utility>
 
 #include "device.hpp"
+#include "engine/gate/model_gate.hpp"
 #include "engine/ops.hpp"
 #include "line_weights.hpp"
 #include "ops.hpp"
+#include "unusable.hpp"
 #include "weights.hpp"
 #include "workspace.hpp"
 
@@ -35,11 +37,9 @@ class llama::state {
         step_(config, most_rows),
         logits_(std::size_t(most_rows) * std::size_t(config.vocab_size)),
         best_(most_rows),
-        unusable_(1),
+        unusable_(stream),
         tokens_in_(most_rows),
-        best_out_(most_rows),
-        unusable_out_(1) {
-    forget_unusable();
+        best_out_(most_rows) {
     const std::int32_t hidden = config.hidden_size, inner = config.intermediate_size;
     embedding_ = weights.stacked({{"model.embed_tokens.weight", config.vocab_size}}, hidden);
     if (!config.tie_word_embeddings) head_ = weights.stacked({{"lm_head.weight", config.vocab_size}}, hidden);
@@ -62,9 +62,10 @@ class llama::state {
     }
     check(cudaDeviceSynchronize(), "loading the weights");
   }
+  void add_gate(const std::vector<gate_layer>& layers) { gate_ = model_gate(config, layers, most_rows); }
 
   std::int64_t weight_bytes() const {
-    std::size_t total = embedding_.values.bytes() + head_.values.bytes() + final_norm_.bytes();
+    std::size_t total = embedding_.values.bytes() + head_.values.bytes() + final_norm_.bytes() + gate_.bytes();
     for (const layer& one : layers_) {
       total += one.attention_norm.bytes() + one.mlp_norm.bytes() + one.qkv.values.bytes() + one.projections.bytes() +
                one.attention_out.values.bytes() + one.gate_up.values.bytes() + one.down.values.bytes();
@@ -74,8 +75,10 @@ class llama::state {
 
   std::vector<float> prefill(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options) {
     require_prompt(config, prompt, options, cache.next_position());
+    require_gate(cache.takes_scores(), gate_.is_there());
     const auto longest = std::int32_t(std::min<std::size_t>(prompt.size(), std::size_t(options.chunk)));
     make_room(longest);
+    if (cache.takes_scores()) gate_.make_room(config, longest);
     cache.reserve(std::int64_t(prompt.size()), stream);
     std::size_t done = 0;
     std::int32_t count = 0;
@@ -88,6 +91,8 @@ class llama::state {
       done += std::size_t(count);
       forward(chunk_, count, position, done == prompt.size() ? 1 : 0, cache.type(), [&](int index) {
         cache.prefill(index, chunk_.q.data(), chunk_.k.data(), chunk_.v.data(), count, chunk_.attended.data(), stream);
+        if (cache.takes_scores())
+          gate_.score_chunk(products_, config, index, chunk_.normed.data(), count, position.first, cache, stream);
       });
       if (options.progress) {
         stream.wait();
@@ -231,30 +236,11 @@ class llama::state {
     return values;
   }
 
-  void forget_unusable() {
-    check(cudaMemsetAsync(unusable_.data(), 0xff, unusable_.bytes(), stream), "cudaMemsetAsync");
-  }
-  void fetch_unusable() {
-    check(cudaMemcpyAsync(unusable_out_.data(), unusable_.data(), unusable_.bytes(), cudaMemcpyDeviceToHost, stream),
-          "cudaMemcpyAsync");
-  }
   // Waits for what was launched. Errors: a number of it that nothing can be computed with, by name.
   void require_numbers() {
-    fetch_unusable();
+    unusable_.fetch();
     stream.wait();
-    require_fetched_numbers();
-  }
-  void require_fetched_numbers() {
-    if (*unusable_out_.data() == unusable_number::none) return;
-    const auto found = unusable_number::from(*unusable_out_.data());
-    forget_unusable();
-    const char* const cure = "check the weights";
-    if (found.of == unusable_number::logit)
-      tessera::fail("the logit of token id " + std::to_string(found.place), "not finite", "a finite number", cure);
-    const char* const names[] = {"a query", "a key", "a value"};
-    tessera::fail(std::string(names[found.of]) + " of layer " + std::to_string(found.layer) + ", head " +
-                      std::to_string(found.place) + ", token " + std::to_string(found.position),
-                  "larger or no number", "at most 1e18: products of larger ones overflow float", cure);
+    unusable_.require_none();
   }
 
   // A whole step, from the tokens in pinned memory to the best ones in pinned memory.
@@ -266,10 +252,11 @@ class llama::state {
     cache.begin_step_on_device(each, stream);
     forward(step_, count, {0, cache.step_position(), each}, count, cache.type(), [&](int index) {
       cache.decode(index, step_.q.data(), step_.k.data(), step_.v.data(), each, step_.attended.data(), stream);
+      if (cache.takes_scores()) gate_.score_step(products_, config, index, step_.normed.data(), count, each, stream);
     });
     project(step_, count, count);
     best_tokens(logits_.data(), count, config.vocab_size, best_.data(), unusable_.data(), stream);
-    fetch_unusable();
+    unusable_.fetch();
     check(cudaMemcpyAsync(best_out_.data(), best_.data(), std::size_t(count) * sizeof(token_t), cudaMemcpyDeviceToHost,
                           stream),
           "cudaMemcpyAsync");
@@ -295,9 +282,12 @@ class llama::state {
 
   void run_step(std::span<const token_t> tokens, kv_cache& cache) {
     const auto count = std::int32_t(tokens.size()), each = count / cache.conversations();
+    require_gate(cache.takes_scores(), gate_.is_there());
+    std::vector<std::int64_t> first;
     for (int i = 0; i < cache.conversations(); ++i) {
       cache.select(i);
-      require_step(config, tokens.subspan(std::size_t(i * each), std::size_t(each)), cache.next_position());
+      first.push_back(cache.next_position());
+      require_step(config, tokens.subspan(std::size_t(i * each), std::size_t(each)), first.back());
     }
     std::copy(tokens.begin(), tokens.end(), tokens_in_.data());
     cache.begin_step(each, stream);
@@ -311,7 +301,8 @@ class llama::state {
     }
     stream.wait();
     cache.end_step();
-    require_fetched_numbers();
+    if (cache.takes_scores()) gate_.hand_over(config, first, each, cache, stream);
+    unusable_.require_none();
   }
 
   static std::uint64_t next_number() {
@@ -327,13 +318,13 @@ class llama::state {
   packed_workspace packed_;                  // of `pass`
   device_array<float> logits_;
   device_array<token_t> best_;
-  device_array<unsigned long long> unusable_;  // see unusable_number
+  unusable_word unusable_;
   pinned_array<token_t> tokens_in_, best_out_;
-  pinned_array<unsigned long long> unusable_out_;
   weight_matrix embedding_;  // [vocab, hidden]
   weight_matrix head_;       // [vocab, hidden]; empty when tied to the embedding
   device_array<float> final_norm_;
   std::vector<layer> layers_;
+  model_gate gate_;
 };
 
 llama::llama(std::unique_ptr<state> made) : state_(std::move(made)) {}
@@ -344,8 +335,11 @@ llama::~llama() = default;
 llama llama::load(const std::filesystem::path& directory) {
   llama_config config = config_of_model(directory);
   require_agreement(directory, config, checkpoint::open(directory));
+  const auto gate = load_gate(directory, config);
   checkpoint_weights weights(directory);
-  return llama(std::make_unique<state>(std::move(config), weights));
+  auto loaded = std::make_unique<state>(std::move(config), weights);
+  if (gate) loaded->add_gate(*gate);
+  return llama(std::move(loaded));
 }
 
 llama llama::random(const llama_config& config, std::uint64_t seed) {

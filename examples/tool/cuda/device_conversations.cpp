@@ -117,12 +117,17 @@ class conversations_on_device final : public any_conversation, public engine::cu
 
   void begin_chunk(std::span<const std::uint8_t> boundaries) override { any_conversation::begin_chunk(boundaries); }
   bool rereads() const override { return any_conversation::rereads(); }
+  bool takes_scores() const override { return any_conversation::takes_scores(); }
   std::int64_t next_position() const override { return any_conversation::next_position(); }
 
   void reread(int layer, std::int64_t first, std::int64_t count, const void* q, const void* k, const void* v,
               int tokens, float* out, cudaStream_t stream) override {
     cache_->reread(layer, sequence_, index_t(first), index_t(count), device_queries(q, tokens), device_keys(k, tokens),
                    device_values(v, tokens), outputs(out, tokens), stream);
+  }
+
+  void set_scores(int layer, std::int64_t first, const float* scores, int tokens, cudaStream_t stream) override {
+    cache_->set_scores(layer, sequence_, index_t(first), tokens, scores, stream);
   }
 
   void end_prefill(cudaStream_t stream) override {
@@ -169,6 +174,13 @@ class conversations_on_device final : public any_conversation, public engine::cu
     const result attended(tokens, shape().q_heads, facts().v_dim);
     cache_->reread(layer, sequence_, index_t(first), index_t(count), asked.view, again.view, read.view, attended.out);
     attended.download(out, nullptr);
+  }
+
+  void set_scores(int layer, std::int64_t first, const float* scores, int tokens) override {
+    tessera::cuda::device_buffer<float> there(std::size_t(tokens) * std::size_t(shape().kv_heads));
+    tessera::cuda::check(cudaMemcpy(there.data(), scores, there.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
+    set_scores(layer, first, there.data(), tokens, nullptr);
+    tessera::cuda::check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // before the scores go
   }
 
   void observe(int layer, const input_rows& q, const input_rows& k, const input_rows& v) override {

@@ -38,6 +38,15 @@ class cuda_fan_out final : public engine::cuda::kv_cache {
                engine::cuda::stream_t stream) override {
     for (auto* cache : caches_) cache->observe(layer, q, k, v, tokens, stream);
   }
+  bool takes_scores() const override {
+    return std::any_of(caches_.begin(), caches_.end(), [](const auto* cache) { return cache->takes_scores(); });
+  }
+  void set_scores(int layer, std::int64_t first, const float* scores, int tokens,
+                  engine::cuda::stream_t stream) override {
+    for (auto* cache : caches_) {
+      if (cache->takes_scores()) cache->set_scores(layer, first, scores, tokens, stream);
+    }
+  }
   void end_prefill(engine::cuda::stream_t) override {}
   void begin_step(int, engine::cuda::stream_t) override { fail_step(); }
   void begin_step_on_device(int, engine::cuda::stream_t) override { fail_step(); }

@@ -90,6 +90,11 @@ layer_tensors read_layer(const safetensors_file& in) {
                    "that of k, which is " + std::string(engine::dtype_name(in.at("k").type)),
                    "dump keys and values in one type");
   layer.boundaries = read_boundaries(in, "boundaries", layer.tokens);
+  if (in.contains("scores")) {
+    const std::int64_t shape[] = {heads, layer.tokens};
+    layer.scores = in.to_fp32("scores", shape);
+    engine::require_finite("scores", layer.scores);
+  }
 
   if (in.contains("q")) layer.q = read(in, "q", {any_size, any_size, dim}, "[n_q, q_heads, head_dim]");
   const bool decodes = in.contains("q_decode") || in.contains("k_decode") || in.contains("v_decode");

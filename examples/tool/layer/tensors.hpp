@@ -26,6 +26,7 @@ struct layer_tensors {
   tensor k, v;
   std::optional<tensor> q, q_decode, k_decode, v_decode, projection;
   std::vector<std::uint8_t> boundaries, step_boundaries;
+  std::vector<float> scores;  // [kv_heads, tokens], or none
   index_t kv_heads = 0, tokens = 0, head_dim = 0, q_heads = 0;
 };
 

@@ -33,6 +33,7 @@ class any_conversation : public method_cache {
   }
   void begin_chunk(std::span<const std::uint8_t> boundaries) override { boundaries_ = boundaries; }
   bool rereads() const override { return facts().rereads; }
+  bool takes_scores() const override { return facts().takes_scores; }
 
   std::int64_t next_position() const override { return cache_->next_position(sequence_); }
   index_t prompt_tokens() const override { return cache_->prompt_tokens(sequence_); }

@@ -25,6 +25,9 @@ class conversation final : public any_conversation {
     cache_->reread(layer, sequence_, index_t(first), index_t(count), queries(q, tokens), keys(k, tokens),
                    values(v, tokens), outputs(out, tokens));
   }
+  void set_scores(int layer, std::int64_t first, const float* scores, int tokens) override {
+    cache_->set_scores(layer, sequence_, index_t(first), tokens, scores);
+  }
   void end_prefill() override {
     cache_->end_prefill(sequence_);
     ended_prompt();

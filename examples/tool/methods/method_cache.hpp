@@ -182,6 +182,7 @@ struct method_info {
   bool takes_profile = false;             ///< heads keep calibrated shares; with a profile there is no budget
   bool fuses_chunks = false;              ///< compresses a prompt while it comes in, so that no two share a prefill
   bool rereads = false;                   ///< a prompt passes through the model once more before it ends
+  bool takes_scores = false;              ///< the model's gate scores its tokens
   bool takes_projection = false;          ///< weighs values behind the output projection, where there is one
   bool needs_profile = false;             ///< the setting `profile` must be there
   bool needs_rope = false;                ///< the shape must say how the model's RoPE turns

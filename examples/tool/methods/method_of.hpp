@@ -38,6 +38,7 @@ method_info describe() {
   info.needs_step_segments = recipe::needs_step_segments;
   info.needs_profile = takes_gates<recipe>;
   info.rereads = recipe::retain_type::rereads;
+  info.takes_scores = recipe::retain_type::takes_scores;
   info.needs_rope = recipe::needs_rope;
   if constexpr (recipe::retain_type::chooses) {
     info.takes_projection = tessera::weighted_scorer<typename recipe::retain_type::scorer_type>;

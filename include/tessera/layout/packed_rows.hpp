@@ -36,8 +36,8 @@ struct packed_so_far {
 /// Shorter prompts and decoded tokens join the last segment, in its basis and format, when `Tail` says so. Rows are
 /// packed only in a basis that fits them (`fate`): rows of a sequence stay whole until there are four times as many as
 /// a vector has elements; behind a segment of fewer than 2,048 rows they stay whole until they are as many as all
-/// packed ones, at most 2,048, and become a segment of their own. No number exceeds `segment`. The second rule is not for
-/// tokens of which some have been dropped; neither is for rows that are not rotated.
+/// packed ones, at most 2,048, and become a segment of their own. No number exceeds `segment`. The second rule is not
+/// for tokens of which some have been dropped; neither is for rows that are not rotated.
 /// `prefill=packed`: the rows of a chunk are packed when the next one arrives, and join the last segment until it is
 /// full. So a prompt's peak is its packed rows, the whole rows of two chunks and up to 2,048 that wait for a basis.
 /// Bytes    see packed_format, and a basis for each segment.
@@ -300,8 +300,7 @@ packed_peak packed_peak_of(const Layout& layout, const turn_extent& turn, index_
   // A prompt from which nothing is dropped may end in a segment that is long enough for a basis that lasts.
   index_t last = rows.tail.packed_after_prompt(turn.prompt);
   while (last > rows.segment_rows(last)) last -= rows.segment_rows(last);
-  const bool lasts =
-      longest >= turn.tokens() && last >= rows.lasting_basis_rows() && !searches_short_segments(layout);
+  const bool lasts = longest >= turn.tokens() && last >= rows.lasting_basis_rows() && !searches_short_segments(layout);
   const offset_t waiting =
       lasts && !rows.packs_chunks() ? 0 : (std::max)(rows.fewest_basis_rows(), rows.lasting_basis_rows());
   const offset_t in_steps = full + waiting + 2 * turn.step, decoded = offset_t(turn.answer) + full;

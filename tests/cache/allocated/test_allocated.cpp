@@ -63,6 +63,7 @@ void holds_what_it_says(stage last) {
     now.prefill(layer, id, nhd_rows<const float>(q.data(), 900, 4, dim), nhd_rows<const float>(k.data(), 900, 2, dim),
                 nhd_rows<const float>(k.data(), 900, 2, dim), std::vector<std::uint8_t>(900, 0));
   }
+  support::give_scores<Recipe>(now, id);
   if (last != stage::prompt) now.end_prefill(id);
   for (index_t t = 900; t < 930 && last == stage::answered; ++t) {
     const batch step = now.prepare_step({id}, 1, std::vector<std::uint8_t>{0});

@@ -25,9 +25,13 @@ class cache_in_layout {
 
   index_t open(const tessera::sequence_options& options) { return held_.open(options); }
   void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) {
+    support::give_scores<Recipe>(held_, layer, id);
     held_.prefill(layer, id, q, k, v, support::called_boundaries<Recipe>(k));
   }
-  void end_prefill(index_t id) { held_.end_prefill(id); }
+  void end_prefill(index_t id) {
+    support::give_scores<Recipe>(held_, id);
+    held_.end_prefill(id);
+  }
   /// A layer of one sequence's step, which layer 0 prepares.
   void decode(index_t layer, const std::vector<index_t>& ids, const rows& q, const rows& k, const rows& v,
               const results& out, const results& lse) {

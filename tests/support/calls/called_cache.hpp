@@ -11,6 +11,7 @@
 
 #include <tessera/cache.hpp>
 
+#include "cache/callers/given_scores.hpp"
 #include "layout/short_segments.hpp"
 #include "support/calls/saved_bytes.hpp"
 
@@ -190,13 +191,20 @@ class cpu_calls : public Interface {
   void close(index_t id) override { held_.close(id); }
   void reserve(index_t, index_t) override {}
   void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) override {
+    give_scores<Recipe>(held_, layer, id);
     held_.prefill(layer, id, q, k, v, with_fault(called_boundaries<Recipe>(k), this->fault));
   }
   void prefill_attention(index_t layer, index_t id, const rows& q, const results& out, const results& lse) override {
     held_.prefill_attention(layer, id, q, out, lse);
   }
-  void end_layer(index_t layer, index_t id) override { held_.end_layer(layer, id); }
-  void end_prefill(index_t id) override { held_.end_prefill(id); }
+  void end_layer(index_t layer, index_t id) override {
+    give_scores<Recipe>(held_, layer, id);
+    held_.end_layer(layer, id);
+  }
+  void end_prefill(index_t id) override {
+    give_scores<Recipe>(held_, id);
+    held_.end_prefill(id);
+  }
   void announce(index_t id, index_t tokens) override { held_.announce(id, tokens); }
   void reread(index_t layer, index_t id, index_t first, index_t count, const rows& q, const rows& k, const rows& v,
               const results& out) override {

@@ -249,6 +249,8 @@ class attention final : public graph_observer {
     auto made = tessera::make_cache(options_.method, "fp16", facts.dim, request, workers_);
     tessera::require(!made->facts().rereads, "method", "'" + options_.method + "'", "one that reads a prompt once",
                      "this integration passes no prompt through the model twice");
+    tessera::require(!made->facts().takes_scores, "method", "'" + options_.method + "'",
+                     "one that scores tokens by itself", "this integration computes no gate");
     cache_ = std::move(made);
     facts_ = facts;
   }

@@ -35,6 +35,7 @@ const char* tessera_torch_parameters() {
   return text.c_str();
 }
 bool tessera_torch_rereads() { return recipe_type::retain_type::rereads; }
+bool tessera_torch_takes_scores() { return recipe_type::retain_type::takes_scores; }
 bool tessera_torch_takes_back() { return tessera::taken_back<recipe_type>() != tessera::takes_back::nothing; }
 bool tessera_torch_drops_by_layer() { return tessera_torch::drops_by_layer<recipe_type>; }
 bool tessera_torch_retrieves() { return recipe_type::retrieve_type::retrieves; }

@@ -83,6 +83,10 @@ def ask(model, tokenizer, conversation, cache):
 
 
 def test_answers_are_those_of_the_tool(model, tokenizer, conversations, ask_tool, tmp_path, method):
+    if listed()[method]["needs_scores"]:
+        with pytest.raises(ValueError, match="expected one that scores tokens by itself"):
+            model(torch.tensor([[1, 5, 6]]), past_key_values=TesseraCache(model.config, method, BUDGET))
+        return
     options, got = {}, {}
     profile = profile_of(method, model.config.num_hidden_layers, model.config.num_key_value_heads)
     if profile:

@@ -59,6 +59,8 @@ tessera::any_cache* tessera_torch_copy(const tessera::any_cache& cache, const te
 const char* tessera_torch_parameters();
 /// Whether a turn's prompt must pass through the model once more, by `reread`, before it ends.
 bool tessera_torch_rereads();
+/// Whether the engine gives tokens their scores.
+bool tessera_torch_takes_scores();
 /// Whether tokens of an answer can be taken back.
 bool tessera_torch_takes_back();
 /// Whether a layer drops tokens as soon as a prompt's last call has been through it.

@@ -28,11 +28,13 @@ void run_within(cuda::cache<Method>& kv, const bounded_turn& turn, const capacit
     const step_rows<T> x(1, count, shape, D);
     const auto ends = random_boundaries<Method>(count);
     for (index_t layer = 0; layer < shape.layers; ++layer) {
+      give_device_scores(kv, layer, id);
       kv.prefill(layer, id, x.rows(x.dq.data, x.q_heads), x.rows(x.dk.data, x.kv_heads), x.rows(x.dv.data, x.kv_heads),
                  nullptr, ends);
       REQUIRE(kv.bytes(id) <= bound.bytes);
       kv.prefill_attention(layer, id, x.rows(x.dq.data, x.q_heads), nhd_rows(out.data, count, shape.q_heads, D), {},
                            nullptr);
+      give_device_scores(kv, layer, id);
       if (turn.layers_end) kv.end_layer(layer, id, nullptr);
       REQUIRE(kv.bytes(id) <= bound.bytes);
     }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "conversation_calls.hpp"
+#include "device_scores.hpp"
 #include "step_rows.hpp"
 #include "support/calls/called_cache.hpp"
 #include "support/random.hpp"
@@ -134,6 +135,7 @@ class conversation {
       const auto boundaries = random_boundaries<Method>(n, engine_);
       for (index_t layer = 0; layer < shape_.layers; ++layer) {
         const step_rows<T> x(1, n, shape_, D, largest_, engine_);
+        give_scores(layer, id);
         host_.prefill(layer, id, x.rows(x.q.data(), x.q_heads), x.rows(x.k.data(), x.kv_heads),
                       x.rows(x.v.data(), x.kv_heads), boundaries);
         device_.prefill(layer, id, x.rows(x.dq.data, x.q_heads), x.rows(x.dk.data, x.kv_heads),
@@ -147,16 +149,23 @@ class conversation {
         if constexpr (Method::prefill_type::chooses_lines) attend_device_lines(layer, id, x, out);
         must_be_near(dout.get(), out, "a prompt's attention is the CPU's");
         if (call.ends_layers && done == total) {
+          give_scores(layer, id);
           host_.end_layer(layer, id);
           device_.end_layer(layer, id, nullptr);
         }
       }
     }
     reread(id, total);
+    for (index_t layer = 0; layer < shape_.layers; ++layer) give_scores(layer, id);
     host_.end_prefill(id);
     device_.end_prefill(id, nullptr);
     has_prompt_[std::size_t(id)] = true;
     compare_stored();
+  }
+
+  void give_scores(index_t layer, index_t id) {
+    support::give_scores<Method>(host_, layer, id);
+    give_device_scores(device_, layer, id);
   }
 
   void must_be_near(const std::vector<float>& got, const std::vector<float>& expected, const char* rule) const {
@@ -360,6 +369,8 @@ void hold_conversations(int count, scales kind = scales::any, const Configure& c
     support::shorten_segments(setup.method, draw(0, 3) > 0 ? 32 * draw(1, 3) : 65536);
     setup.method.set_budget(draw(conversation<Method>::smallest_budget, 120));
     if constexpr (requires { setup.method.retain.scorer.window; }) setup.method.retain.scorer.window = draw(1, 32);
+    if constexpr (Method::retain_type::takes_scores)
+      setup.method.retain.scorer.recent = draw(0, conversation<Method>::smallest_budget);
     configure(setup.method, std::as_const(setup.shape));
     const auto calls = random_conversation(Method::retain_type::settles, !Method::retain_type::rereads);
     const std::string wrong = wrong_of(setup, calls, seen);

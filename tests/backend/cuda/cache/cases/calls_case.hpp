@@ -57,6 +57,7 @@ class device_calls : public support::called_cache {
   void close(index_t id) override { held_.close(id); }
   void reserve(index_t id, index_t tokens) override { held_.reserve(id, tokens, nullptr); }
   void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) override {
+    give_device_scores(held_, layer, id);
     held_.prefill(layer, id, there(q), there(k), there(v), nullptr,
                   support::with_fault(support::called_boundaries<Method>(k), fault));
   }
@@ -65,8 +66,14 @@ class device_calls : public support::called_cache {
     bring_back(out, memory_->out);
     bring_back(lse, memory_->lse);
   }
-  void end_layer(index_t layer, index_t id) override { held_.end_layer(layer, id, nullptr); }
-  void end_prefill(index_t id) override { held_.end_prefill(id, nullptr); }
+  void end_layer(index_t layer, index_t id) override {
+    give_device_scores(held_, layer, id);
+    held_.end_layer(layer, id, nullptr);
+  }
+  void end_prefill(index_t id) override {
+    give_device_scores(held_, id);
+    held_.end_prefill(id, nullptr);
+  }
   batch prepare_step(const std::vector<index_t>& ids, index_t tokens) override {
     return held_.prepare_step(ids, tokens, nullptr,
                               support::with_fault(support::called_step_boundaries<Method>(held_, ids, tokens), fault));

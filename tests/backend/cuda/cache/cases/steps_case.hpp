@@ -29,6 +29,7 @@ requires runs_on_devices<Method> void reopen_and_step() {
     used.prefill(layer, 0, prompt.rows(prompt.dq.data, 4), prompt.rows(prompt.dk.data, 2),
                  prompt.rows(prompt.dv.data, 2), nullptr, boundaries);
   }
+  give_device_scores(used, 0);
   used.end_prefill(0, nullptr);
   used.close(0);
   REQUIRE(used.open() == 0);
@@ -78,6 +79,7 @@ std::size_t replay_steps_of(const Configure& configure) {
                                  {}, nullptr);
       cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     }
+    give_device_scores(recorded, id);
     recorded.end_prefill(id, nullptr);
   }
   cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");

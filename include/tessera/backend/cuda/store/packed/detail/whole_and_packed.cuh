@@ -153,7 +153,8 @@ class whole_and_packed {
     packed_so_far packed;
     if (!segments.empty()) packed = {packed_rows_of(owner), segments.back().rows};
     // Segments that share a basis stand together.
-    for (std::size_t i = segments.size(); i-- > 1 && segments[i].k_basis && segments[i - 1].k_basis == segments[i].k_basis;)
+    for (std::size_t i = segments.size();
+         i-- > 1 && segments[i].k_basis && segments[i - 1].k_basis == segments[i].k_basis;)
       packed.in_last_basis += segments[i - 1].rows;
     const due_rows fate = rows.fate(packed, all, when, prompt);
     return all == 0 || fate == due_rows::stay_whole ? due_part{} : due_part{all, fate};
