@@ -1,4 +1,4 @@
-// A model folder for tests of the tool: random weights of a tiny Llama, and the shipped tokenizer.
+// A model folder for tests of the tool: random weights of a tiny Llama and of its gate, and the shipped tokenizer.
 #pragma once
 
 #include <filesystem>
@@ -42,6 +42,7 @@ class tiny_model {
       add(prefix + "mlp.down_proj.weight", {32, 48}, 0.2f);
     }
     weights_.write(folder_ / "model.safetensors");
+    write_gate();
   }
 
   const std::filesystem::path& path() const { return folder_.path(); }
@@ -57,6 +58,30 @@ class tiny_model {
       for (std::size_t i = std::size_t(head_) * 64 * 32; i < count; ++i) values[i] *= 1e20f;
     }
     weights_.add(name, std::move(shape), std::span<const float>(values));
+  }
+
+  void write_gate() {
+    std::mt19937 random(4);
+    engine::safetensors_writer gate;
+    const auto give = [&](const std::string& name, std::vector<std::int64_t> shape, float mean) {
+      std::size_t count = 1;
+      for (const auto size : shape) count *= std::size_t(size);
+      std::vector<float> values(count);
+      std::normal_distribution<float> normal(mean);
+      for (float& value : values) value = normal(random);
+      gate.add(name, std::move(shape), std::span<const float>(values));
+    };
+    for (const std::string layer : {"0", "1"}) {
+      const std::string prefix = "layers." + layer + ".";
+      give(prefix + "q_proj.weight", {64, 32}, 0);
+      give(prefix + "q_proj.bias", {64}, 0);
+      give(prefix + "k_proj.weight", {32, 32}, 0);
+      give(prefix + "q_norm.weight", {16}, 1);
+      give(prefix + "k_norm.weight", {16}, 1);
+      give(prefix + "k_base", {2, 1, 16, 16}, 0);
+      give(prefix + "b", {2, 2}, 2);
+    }
+    gate.write(folder_ / "gate.safetensors");
   }
 
   const std::string large_;

@@ -62,6 +62,7 @@ def check_compress(checks):
     check_rope(checks)
     check_projection(checks)
     check_engine(checks)
+    check_given_scores(checks)
     check_lines(checks)
     (folder / "kept").unlink()
 
@@ -172,6 +173,25 @@ def check_projection(checks):
 def check_engine(checks):
     """KVzip lets the model read its prompt again, so it needs one."""
     checks.refuses("compress --in layer --out kept --method kvzip --budget 24", "method is kvzip", "needs no engine", "tessera run")
+
+
+def check_given_scores(checks):
+    """FastKVzip keeps what the file's scores rank highest; without them it says what they are."""
+    base = "compress --out kept --method fastkvzip --budget 6 --set sinks=1 --set recent=2 --in "
+    checks.refuses(base + "layer", "tensor scores is missing", "[kv_heads, tokens] F32", "add it to the file")
+    one = layer()
+    values = [float(i * 7 % 60) for i in range(2 * 60)]
+    scored = {**one, "scores": ("F32", [2, 60], struct.pack("<120f", *values))}
+    (checks.folder / "with").write_bytes(safetensors(scored))
+    checks.works(base + "with", "6.0 of 60 tokens")
+    kept = tensor(checks.folder, "keep.indices")
+    for head in range(2):
+        own = values[60 * head:60 * head + 60]
+        best = sorted(range(1, 58), key=lambda position: (-own[position], position))[:3]
+        wanted = sorted([0, *best, 58, 59])
+        checks.require(list(kept[6 * head:6 * head + 6]) == wanted, base, f"head {head} keeps {kept}, not {wanted}")
+    (checks.folder / "with").write_bytes(safetensors({**one, "scores": ("F32", [60], struct.pack("<60f", *values[:60]))}))
+    checks.refuses(base + "with", "scores")
 
 
 def check_lines(checks):

@@ -71,6 +71,9 @@ layer_shape write_random_layer(rng& random, const std::filesystem::path& path, b
   std::vector<std::uint8_t> boundaries(static_cast<std::size_t>(shape.tokens));
   for (auto& ends : boundaries) ends = random.chance(0.1);
   writer.add("boundaries", {shape.tokens}, std::span<const std::uint8_t>(boundaries));
+  std::vector<float> scores;  // drawn from nothing, as those of steps
+  for (index_t i = 0; i < kv_heads * shape.tokens; ++i) scores.push_back(float(i * 7919 % 1009) / 1009);
+  writer.add("scores", {kv_heads, shape.tokens}, std::span<const float>(scores));
   std::vector<std::uint8_t> ends_of_steps;  // drawn from nothing: the files stay the same for every method
   for (index_t step = 0; step < shape.steps; ++step) ends_of_steps.push_back(step % 2);
   if (step_segments && shape.steps > 0)

@@ -224,6 +224,39 @@ TEST_CASE("a prompt that is read again on CUDA keeps what it keeps on the CPU") 
   CHECK(others > 0);          // another re-reading keeps others: it is looked at
 }
 
+TEST_CASE("scores of a gate on CUDA keep what they keep on the CPU, of answers too") {
+  if (no_device() || !tool_tests::has_method("fastkvzip")) return;
+  const tool_tests::tiny_model folder;
+  tessera::cpu::executor workers(2);
+  auto on_cpu = engine::llama::load(folder.path(), workers);
+  auto on_cuda = engine::cuda::llama::load(folder.path());
+  const auto prompt = random_tokens(300);
+  const auto expected = tiny_cache("fastkvzip", backend::cpu, 64), got = tiny_cache("fastkvzip", backend::cuda, 64);
+  engine::prefill_options options;
+  options.chunk = 100;
+  index_t kept = 0, same = 0;
+  for (int turn = 0; turn < 2; ++turn) {
+    const auto logits = on_cpu.prefill(std::span(prompt).first(turn == 0 ? 300 : 40), *expected, options);
+    CHECK(distance(on_cuda.prefill(std::span(prompt).first(turn == 0 ? 300 : 40), *got->on_device(), options), logits) <
+          0.05);
+    for (int layer = 0; layer < 2; ++layer) {
+      for (index_t head = 0; head < 2; ++head) {
+        const auto here = expected->positions(layer, head), there = got->positions(layer, head);
+        std::vector<index_t> both;
+        std::set_intersection(here.begin(), here.end(), there.begin(), there.end(), std::back_inserter(both));
+        REQUIRE(there.size() == here.size());
+        kept += index_t(there.size()), same += index_t(both.size());
+      }
+    }
+    for (token_t token = 1; turn == 0 && token < 12; ++token) {  // replayed from the second one on
+      on_cpu.decode({&token, 1}, *expected);
+      on_cuda.decode({&token, 1}, *got->on_device());
+    }
+  }
+  CHECK(double(same) >= 0.9 * double(kept));  // hidden states differ by bf16 rounding
+  CHECK(kept < 4 * (300 + 40));
+}
+
 TEST_CASE("conversations that decode together keep what each keeps alone") {
   if (no_device()) return;
   const tool_tests::tiny_model folder;
