@@ -10,9 +10,9 @@
 #include "engine/files/safetensors.hpp"
 #include "engine/gate/gate.hpp"
 #include "engine/model.hpp"
-#include "naive_cache.hpp"
+#include "../naive_cache.hpp"
 #include "support/random.hpp"
-#include "tiny_model.hpp"
+#include "../tiny_model.hpp"
 
 namespace {
 
