@@ -45,7 +45,7 @@ std::vector<index_t> evened(std::vector<index_t> lengths) {
 /// the rows' own; equal ones give every row as many blocks.
 template <cuda::decode_split Split = cuda::decode_split::each_step>
 prepared decode_ragged(const std::vector<index_t>& lengths, index_t sequences, bool split_only = false,
-                       std::vector<index_t> split_by = {}) {
+                       std::vector<index_t> split_by = {}, cuda::split_rule rule = cuda::split_rule::shortest) {
   using view_type = kv_view<const bf16, head_dim, csr_table>;
   std::vector<index_t> begins{0}, blocks;
   offset_t read = 0;
@@ -94,7 +94,7 @@ prepared decode_ragged(const std::vector<index_t>& lengths, index_t sequences, b
   if constexpr (Split == cuda::decode_split::ahead) {
     auto problem = problem_of(0);
     problem.view.lengths = keep->split_by.data();
-    op.split(problem, keep->workspace.data(), stream());
+    op.split(problem, keep->workspace.data(), stream(), rule);
   }
   if (split_only) made.bytes = 0;
   made.graph = std::make_unique<replay>(split_only ? 32 : launches(made.bytes, sets), [&](int i) {
@@ -167,6 +167,8 @@ const int registered = [] {
       constexpr cuda::decode_split ahead = cuda::decode_split::ahead;
       add(name + "/split_ahead", [=] { return decode_ragged<ahead>(lengths, sequences); });
       add(name + "/split_ahead_evened", [=] { return decode_ragged<ahead>(evened(lengths), sequences); });
+      add(name + "/split_rounded",
+          [=] { return decode_ragged<ahead>(lengths, sequences, false, {}, cuda::split_rule::rounded); });
       // What a kernel does that knows no lengths ahead. As many blocks a row as there are; 64 sequences have more rows.
       if (sequences < 64) {
         add(name + "/fixed_split", [=] {

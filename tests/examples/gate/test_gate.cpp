@@ -6,13 +6,13 @@
 #include <string>
 #include <vector>
 
+#include "../naive_cache.hpp"
+#include "../tiny_model.hpp"
 #include "catch.hpp"
 #include "engine/files/safetensors.hpp"
 #include "engine/gate/gate.hpp"
 #include "engine/model.hpp"
-#include "../naive_cache.hpp"
 #include "support/random.hpp"
-#include "../tiny_model.hpp"
 
 namespace {
 

@@ -55,13 +55,14 @@ using split_block = cuda::detail::decode_block<split_view, float>;
 constexpr auto ahead = cuda::decode_split::ahead;
 
 /// What a split of rows of such lengths among `blocks` is.
-std::vector<cuda::detail::split_piece> split_of(const std::vector<index_t>& lengths, index_t blocks) {
+std::vector<cuda::detail::split_piece> split_of(const std::vector<index_t>& lengths, index_t blocks,
+                                                cuda::split_rule rule = cuda::split_rule::shortest) {
   const buffer<index_t> on_device(lengths);
   buffer<cuda::detail::split_piece> pieces{std::size_t(blocks)};
   cuda::decode_problem<split_view> problem;
   problem.view.lengths = on_device.data, problem.view.length_strides = {1, 1};
   problem.view.sequences = index_t(lengths.size()), problem.view.kv_heads = 1;
-  cuda::detail::split_entry<split_view, float><<<1, 32>>>(problem, pieces.data, blocks);
+  cuda::detail::split_entry<split_view, float><<<1, 32>>>(problem, pieces.data, blocks, rule);
   cuda::check(cudaDeviceSynchronize(), "split of rows");
   return pieces.get();
 }
@@ -97,6 +98,7 @@ TEST_CASE("GPU decode attention by a split made ahead equals the CPU's while row
                        {130, 1, 300, 257}},
                       [&](unsigned char* workspace) {
                         if (++step == 2) op.split(one.problem(), workspace, nullptr);
+                        if (step == 3) op.split(one.problem(), workspace, nullptr, cuda::split_rule::rounded);
                       }) < 5e-3);
   };
   try_split(std::type_identity<decode_case<bf16, 128>>{}, {.sequences = 2, .heads = 2, .capacity = all});
@@ -149,4 +151,51 @@ TEST_CASE(
     }
   }
   CHECK(ahead_of_time > 0);
+}
+
+TEST_CASE("a rounded split gives every row its share of as many blocks as let all parts have one") {
+  if (gpu_missing()) return;
+  using cuda::detail::split_piece;
+  int fewer = 0;
+  for (int i = 0; i < scaled(400, 40); ++i) {
+    const index_t rows = draw(1, 40), blocks = draw(1, 150);
+    std::vector<index_t> lengths, tiles;
+    offset_t sum = 0;
+    for (index_t row = 0; row < rows; ++row) {
+      lengths.push_back(draw(0, 3) == 0 ? draw(0, 100000) : draw(0, 9000));
+      tiles.push_back(ceil_div(lengths.back(), index_t(split_block::tile)));
+      sum += tiles.back();
+    }
+    INFO("rows " << rows << " blocks " << blocks << " case " << i);
+    // Algorithm 1, by real numbers; where it wants more blocks than there are, of one block fewer.
+    std::vector<index_t> parts;
+    offset_t all = 0;
+    index_t of = blocks;
+    for (; of > 0; --of) {
+      parts.clear(), all = 0;
+      for (const index_t own : tiles) {
+        const double share = sum > 0 ? double(own) * double(of) / double(sum) : 0;
+        parts.push_back(std::max<index_t>(1, index_t(std::floor(share + 0.5))));
+        all += parts.back();
+      }
+      if (all <= blocks) break;
+    }
+    const auto split = split_of(lengths, blocks, cuda::split_rule::rounded);
+    if (rows > blocks) {
+      for (const split_piece& one : split) CHECK(one.kind == split_piece::cut_each_step);
+      continue;
+    }
+    fewer += of < blocks;
+    index_t piece = 0;
+    for (index_t row = 0; row < rows; ++row) {
+      for (index_t part = 0; part < parts[std::size_t(row)]; ++part, ++piece) {
+        const split_piece& one = split[std::size_t(piece)];
+        const bool is_it = one.row == row && one.part == part && one.parts == parts[std::size_t(row)] &&
+                           one.kind == split_piece::part_of_row;
+        CHECK(is_it);
+      }
+    }
+    for (; piece < blocks; ++piece) CHECK(split[std::size_t(piece)].kind == split_piece::nothing);
+  }
+  CHECK(fewer > 0);
 }

@@ -92,12 +92,12 @@ class decode_attention {
   /// Splits the rows among the blocks by the problem's present lengths, in one small launch. Later runs with this
   /// workspace use the split whatever their lengths. Call it when a prompt has ended, and when sequences were added or
   /// removed. It need not be called while answers grow.
-  void split(const problem_type& problem, void* workspace, cudaStream_t stream) const
-      requires(Split == decode_split::ahead) {
+  void split(const problem_type& problem, void* workspace, cudaStream_t stream,
+             split_rule rule = split_rule::shortest) const requires(Split == decode_split::ahead) {
     check_problem(problem);
     if (problem.view.sequences == 0 || problem.q.tokens == 0) return;
     launch(detail::split_entry<View, Out>, {.blocks = dim3(1), .threads = dim3(32)}, stream,
-           "launch of the split of decode attention", problem, memory(*this, workspace).pieces, blocks_);
+           "launch of the split of decode attention", problem, memory(*this, workspace).pieces, blocks_, rule);
   }
 
   /// `run` over one of several parts of the stored tokens. It ignores sink logits: `merge_parts` adds them, and needs

@@ -340,19 +340,32 @@ enum class decode_split {
   ahead       ///< by `decode_attention::split`, called when lengths change by much: rows in whole blocks
 };
 
+/// How many blocks a split ahead gives each row.
+enum class split_rule {
+  shortest,  ///< so many that the longest part is as short as can be; each step cuts by itself where that is shorter
+  rounded    ///< its share of the tiles, rounded, at least one: TANGRAM, arXiv:2606.06302, algorithm 1
+};
+
 namespace detail {
 
 /// How many parts a row of `tiles` tiles has if a part has at most `most` tiles.
 __device__ inline index_t parts_in(index_t tiles, index_t most) { return (max)(1, (tiles + most - 1) / most); }
+/// How many of `blocks` blocks a row of `tiles` of all `sum` tiles has, rounded. All together may have more.
+__device__ inline index_t rounded_parts(index_t tiles, index_t sum, index_t blocks) {
+  const offset_t both = 2 * (offset_t)(max)(sum, 1);
+  return index_t((max)(offset_t(1), (2 * offset_t(tiles) * blocks + sum) / both));
+}
 
-/// Makes `split [blocks]` from the problem's present lengths, by one warp. Every row gets blocks of its own, as many as
-/// make the longest part as short as possible. No block begins a second row, so parts stay even while rows grow.
-/// (TANGRAM, arXiv:2606.06302, algorithm 1, rounds each row's share of the blocks, which may need more of them than
-/// there are.) Each step cuts by itself instead if even pieces are shorter, the cost of beginning a row included, or if
-/// rows are many or short.
+/// Makes `split [blocks]` from the problem's present lengths, by one warp. Every row gets blocks of its own, by `rule`.
+/// No block begins a second row, so parts stay even while rows grow. Each step cuts by itself instead if there are more
+/// rows than blocks; under `shortest` also if even pieces are shorter, the cost of beginning a row included, or if rows
+/// are short.
+/// TANGRAM's algorithm 1 rounds each row's share of the blocks and may need more of them than there are, which wait for
+/// each other. Differs: shares are of as many blocks as let all parts have one; and rows are those of the whole batch,
+/// by their lengths now.
 template <class View, class Out>
-__global__ void __launch_bounds__(32)
-    split_entry(const __grid_constant__ decode_problem<View, Out> p, split_piece* split, index_t blocks) {
+__global__ void __launch_bounds__(32) split_entry(const __grid_constant__ decode_problem<View, Out> p,
+                                                  split_piece* split, index_t blocks, split_rule rule) {
   using block = decode_block<View, Out>;
   __shared__ index_t tiles[max_rows];
   const index_t lane = index_t(threadIdx.x), rows = p.view.sequences * p.view.kv_heads;
@@ -365,12 +378,16 @@ __global__ void __launch_bounds__(32)
   sum = warp_sum(sum);
   longest = __reduce_max_sync(~0u, longest);
   __syncwarp();
-  // The smallest part length at which every part has a block.
-  index_t least = (max)((sum + blocks - 1) / blocks, 1), most = longest;
+  const bool rounds = rule == split_rule::rounded;
+  const auto parts_of = [&](index_t row, index_t by) {
+    return rounds ? rounded_parts(tiles[row], sum, blocks - by) : parts_in(tiles[row], by);
+  };
+  // The smallest part length at which every part has a block; or how many blocks fewer shares are of.
+  index_t least = rounds ? 0 : (max)((sum + blocks - 1) / blocks, 1), most = rounds ? blocks - 1 : longest;
   while (least < most) {
     const index_t middle = (least + most) / 2;
     index_t parts = 0;
-    for (index_t row = lane; row < rows; row += 32) parts += parts_in(tiles[row], middle);
+    for (index_t row = lane; row < rows; row += 32) parts += parts_of(row, middle);
     if (warp_sum(parts) <= blocks) {
       most = middle;
     } else {
@@ -378,10 +395,10 @@ __global__ void __launch_bounds__(32)
     }
   }
   const index_t of_even_pieces = (sum + block::restart_tiles * rows + blocks - 1) / blocks;
-  const bool ahead = rows <= blocks && most <= of_even_pieces && sum > 4 * rows;
+  const bool ahead = rows <= blocks && (rounds || (most <= of_even_pieces && sum > 4 * rows));
   index_t done = 0;
   for (index_t first = 0; ahead && first < rows; first += 32) {
-    const index_t row = first + lane, parts = row < rows ? parts_in(tiles[row], most) : 0;
+    const index_t row = first + lane, parts = row < rows ? parts_of(row, most) : 0;
     const index_t end = done + inclusive_sum(parts, int(lane));
     for (index_t part = 0; part < parts; ++part)
       split[end - parts + part] = {row, part, parts, split_piece::part_of_row};
