@@ -20,9 +20,9 @@ import tasks
 DEFAULT_TEXT = Path(__file__).resolve().parents[2] / "data" / "opticks.txt"
 
 
-def load(folder, dtype, attention="sdpa"):
-    """The model in one precision on the GPU."""
-    return LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).cuda().eval()
+def load(folder, dtype, attention="sdpa", device="cuda"):
+    """The model in one precision."""
+    return LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).to(device).eval()
 
 
 def load_text(folder, text):
