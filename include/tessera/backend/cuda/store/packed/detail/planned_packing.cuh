@@ -65,8 +65,9 @@ class planned_packing : public noted_choices<Layout> {
     const bool begins = part.begins(), cuts = begins && made.cuts;
     if (begins || (due > 0 && !searches_.joins(packed, held)))
       packed_.require_segments(index_t(held.size()) + layout_.rows.segments_of(due, cuts));
-    this->require_rows(owner, choice, by_head.empty() ? host_vector<index_t>(std::size_t(heads_), due) : by_head,
-                       begins);
+    if (this->drops(owner))
+      this->require_rows(owner, choice, by_head.empty() ? host_vector<index_t>(std::size_t(heads_), due) : by_head,
+                         begins);
     if (choice && choice->drops_packed) packed_.plan_keep(packed, choice->counts.data(), choice->segments);
     made.owners.push_back(owner);
     made.left.push_back(left);
@@ -109,8 +110,8 @@ class planned_packing : public noted_choices<Layout> {
       made.problems.push_back({rows, first, count, due_rows, index_t(packed_.segments(packed).size()) - 1});
       maker_.encode(made.problems, stream);
     });
-    if (choice) return whole_.keep(owner, {left, made.left[i]}, stream);
-    drop_oldest(host_vector<oldest_rows<typename view_type::whole_type>>{{whole_.view(owner), due, due_rows}}, stream);
+    if (choice) return whole_.keep(owner, {left, std::move(made.left[i])}, stream);
+    made.oldest.push_back({whole_.view(owner), due, due_rows});
     whole_.dropped(owner, made.left[i], *std::min_element(by_head.begin(), by_head.end()));
   }
   /// Plans memory for all rows of a plan, in the formats that have been found.

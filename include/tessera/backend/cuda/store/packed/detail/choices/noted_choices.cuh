@@ -205,7 +205,6 @@ class noted_choices : public whole_and_packed<Layout> {
   /// Errors   as require_segment_rows.
   void require_rows(sequence_layer owner, const noted_choice* choice, const host_vector<index_t>& due,
                     bool begins) const {
-    if (!drops(owner)) return;
     const auto& segments = packed_.segments(packed_owner(owner));
     const index_t longest_due = *std::max_element(due.begin(), due.end());
     offset_t rows = 0;
@@ -259,12 +258,12 @@ class noted_choices : public whole_and_packed<Layout> {
     index_t* const left_counts = left + offset_t(heads_) * choice.stride;
     detail::list_left_entry<256><<<unsigned(heads_), 256, 0, stream>>>(choice.chosen(), counts, left, left_counts);
     check(cudaGetLastError(), "launch of list_left");
-    const host_vector<index_t> before = whole_.held_by_head(choice.owner);
-    const bool drops_whole = !std::equal(before.begin(), before.end(), choice.whole(heads_));
+    bool loses = choice.drops_packed;
+    for (index_t h = 0; h < heads_; ++h) loses = loses || choice.whole(heads_)[h] < whole_.stored(choice.owner, h);
     if (choice.drops_packed)
       packed_.keep(packed, {choice.slots.data(), nullptr, nullptr, choice.stride}, choice.counts.data(),
                    choice.segments, stream);
-    if (choice.drops_packed || drops_whole) packed_.scatter(packed);
+    if (loses) packed_.scatter(packed);
     return {left, left_counts, nullptr, choice.stride};
   }
   void copy_positions(index_t from, index_t to, cudaStream_t stream) const {
