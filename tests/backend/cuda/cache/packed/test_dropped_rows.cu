@@ -13,7 +13,7 @@ using namespace gpu_test;
 
 namespace {
 
-template <element T, int D, class Layout>
+template <class Layout>
 using newest_rows_kept = recipe<retain<position, uniform, top_tokens>, Layout, retrieve_all, dense_decode, once>;
 
 /// Keys lose channels of their own: those that are stored are what the engine gave, so both caches score the same rows.
@@ -21,6 +21,14 @@ struct thin_keys {
   template <class Method>
   void operator()(Method& method, const model_shape&) const {
     method.layout.rows.key.channels = draw(0, 1) ? 0.5f : 1.0f;
+  }
+};
+
+/// A choice that does not hang on rounding, and chunks that are packed before it.
+struct packed_chunks {
+  template <class Method>
+  void operator()(Method& method, const model_shape&) const {
+    method.layout.rows.prefill = draw(0, 1) ? prefill_rows::packed : prefill_rows::whole;
   }
 };
 
@@ -40,7 +48,7 @@ TEST_CASE("heads that compete over rotated rows hold the CPU's conversations on 
 }
 TEST_CASE("the newest of rotated rows stay on both backends", "[gpu][cache][packed]") {
   if (gpu_missing()) return;
-  hold_conversations<newest_rows_kept<bf16, 64, mosaic_rows<dense<bf16, 64>>>>(40);
+  hold_conversations<newest_rows_kept<mosaic_rows<dense<bf16, 64>>>>(40, scales::any, packed_chunks{});
 }
 TEST_CASE("heads that compete over thinned keys in pages hold the CPU's conversations on the device",
           "[gpu][cache][packed]") {

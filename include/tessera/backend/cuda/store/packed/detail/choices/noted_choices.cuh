@@ -78,9 +78,12 @@ class noted_choices : public whole_and_packed<Layout> {
     return to;
   }
 
-  /// Forgets what was noted.
+  /// Forgets what was noted. Kernels may still read it: its memory is released when others have been noted, for which
+  /// the host waits.
   void forget_choices() {
+    if (choices_.empty()) return;
     for (noted_choice& choice : choices_) packed_.forget(choice.segments);
+    read_ = std::move(choices_);
     choices_.clear();
   }
   /// Notes what a layer keeps when its prompt is packed: see `plan_packing`. `kept` has no slots where everything
@@ -272,7 +275,7 @@ class noted_choices : public whole_and_packed<Layout> {
       copy_in_layers(positions_.data(), packing_.count, own * order_.sequences, own * from, own * to, own, stream);
   }
 
-  host_vector<noted_choice> choices_;
+  host_vector<noted_choice> choices_, read_;
 
  private:
   index_t* positions(sequence_layer owner) const {
