@@ -22,7 +22,7 @@ struct recipe {
   using schedule_type = Schedule;
   using prefill_type = Prefill;
   static constexpr bool host_only = !runs_on_devices<Retain, Layout, Retrieve, Attention, Schedule, Prefill> ||
-                                    !rows_fit_on_devices<Retain, Layout, Retrieve, Prefill>;
+                                    !rows_fit_on_devices<Retain, Layout, Retrieve, Schedule, Prefill>;
 
   Retain retain{};
   Retrieve retrieve{};

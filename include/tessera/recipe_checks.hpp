@@ -13,11 +13,23 @@ TESSERA_NAMESPACE_BEGIN
 template <class Retrieve>
 inline constexpr bool reads_block_means = requires { requires Retrieve::scorer_type::reads_means; };
 
-/// Whether the CUDA backend runs these stages over such rows. It does not yet score or drop packed rows (#11).
-template <class Retain, class Layout, class Retrieve, class Prefill>
-inline constexpr bool rows_fit_on_devices = !requires {
-  requires Layout::rows_type::packs;
-} || (!Retain::chooses && !line_pattern<Prefill> && (!Retrieve::retrieves || reads_block_means<Retrieve>));
+/// Whether the CUDA backend drops packed rows by this first stage: at the ends of prompts, by what a layer stores or by
+/// the prompt's last queries; not in pages that groups of heads share.
+template <class Retain, class Layout, class Schedule>
+inline constexpr bool drops_packed_on_devices =
+    Retain::drops && !fires_in_steps<Schedule> && !Schedule::fires_at(moment::chunk_end) &&
+    !requires(const typename Layout::placement_type& where) { where.groups(1, 1); } && !Retain::over_model &&
+    !Retain::reuses && !Retain::plans && !Retain::settles && !Retain::needs_segments && !Retain::follows &&
+    (Retain::observed == observes::nothing || Retain::observed == observes::window);
+
+/// Whether the CUDA backend runs these stages over such rows. It does not yet score packed rows for a step or for lines
+/// (#11).
+template <class Retain, class Layout, class Retrieve, class Schedule, class Prefill>
+inline constexpr bool rows_fit_on_devices =
+    !requires { requires Layout::rows_type::packs; } ||
+    (!line_pattern<Prefill> &&
+     (Retain::chooses ? drops_packed_on_devices<Retain, Layout, Schedule> && !Retrieve::retrieves
+                      : !Retrieve::retrieves || reads_block_means<Retrieve>));
 
 /// Checks that these policies fit together. A static assertion says what does not.
 template <class Retain, class Layout, class Retrieve, class Attention, class Schedule, class Prefill>

@@ -157,8 +157,8 @@ void check_packing(const segment_plan& plan) {
     problem.view.segments = table.data, problem.view.counts = one.data, problem.view.max_segments = 1;
     problem.view.whole = rows.view();
     for (const index_t piece : pieces) {
-      buffer<index_t> counts(std::vector<index_t>{piece});  // read on the device
-      problem.counts = counts.data, problem.count = piece + more;
+      const buffer<index_t> due(std::vector<index_t>(std::size_t(heads), problem.first + piece));  // read on the device
+      problem.due = due.data, problem.count = piece + more;
       encode.run(problem, nullptr);
       cuda::check(cudaDeviceSynchronize(), "encoding");
       problem.first += piece;
@@ -270,7 +270,7 @@ void check_special_rows(packed_element element, index_t channels, index_t group,
   problem.view.segments = table.data, problem.view.counts = one.data, problem.view.max_segments = 1;
   buffer<index_t> counts(std::vector<index_t>{count});
   problem.view.whole = rows.view();
-  problem.count = by_warps ? count : many_rows, problem.counts = counts.data;
+  problem.count = by_warps ? count : many_rows, problem.due = counts.data;
   cuda::encode_rows<view_type>(0).run(problem, nullptr);
   cuda::check(cudaDeviceSynchronize(), "encoding");
 

@@ -139,7 +139,7 @@ class first_stage<Recipe, true> {
   using layout = typename Recipe::layout_type;
   using T = typename layout::element_type;
   using store_type = kv_store<layout>;
-  using view_type = typename store_type::view_type;
+  using view_type = scored_view_type<Recipe>;
   using policy = decltype(planned<Recipe>::first);
   using scorer = typename policy::scorer_type;
   static constexpr bool joins = joining_scope<typename policy::scope_type>;
@@ -172,6 +172,9 @@ class first_stage<Recipe, true> {
                              recipe.retain.scorer.protected_tail(1) != recipe.retain.scorer.protected_tail(1 << 20)) {
     require(!weighted_scorer<scorer> || !shape.output_projection, "output_projection", "given",
             "null: the device weighs values as they are", "leave it out, or take the CPU's cache");
+    if constexpr (searching_layout<layout>)
+      require(!searches_strategies(recipe.layout), "strategy", "searched",
+              "fixed on the device where tokens are dropped", "take strategy=fixed, or the CPU's cache");
   }
 
   operations fit(const Recipe& recipe, const device_info& device) const {
@@ -265,7 +268,8 @@ class first_stage<Recipe, true> {
                     const logit_rule& rule, const prompt_reach& reach, const index_t* next, index_t member,
                     cudaStream_t stream) {
     const newest_rows<T> queries = observer_.queries(owner, reach, next, stream);
-    choose_problem<view_type, T> problem = this->problem(store, store.view(owner), queries, owner.layer, 0);
+    choose_problem<view_type, T> problem =
+        this->problem(store, store.scored_view(owner, stream), queries, owner.layer, 0);
     problem.reach = settled_.on_device(reach, stream);
     return {run(policies, problem, queries, rule, member, stream),
             bound(owner, store, policies, reach.prompt_tokens())};
@@ -317,7 +321,7 @@ class first_stage<Recipe, true> {
     problem.valid = queries.valid;
     problem.first_position = queries.first_position;
     problem.counts = counts_.counts(layer);
-    if (Recipe::needs_segments) problem.segments = store.segments(view);
+    if constexpr (Recipe::needs_segments) problem.segments = store.segments(view);
     problem.tail = added;
     observer_.complete(problem, store);
     return problem;

@@ -98,6 +98,17 @@ __global__ void __launch_bounds__(Threads) set_number_entry(T* to, const __grid_
   if (threadIdx.x == 0) *to = value;
 }
 
+/// Numbers that a launch reads from its parameters.
+struct some_numbers {
+  static constexpr index_t capacity = 96;
+  index_t values[capacity];
+};
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    set_numbers_entry(const __grid_constant__ some_numbers given, index_t count, index_t* to) {
+  if (index_t(threadIdx.x) < count) to[threadIdx.x] = given.values[threadIdx.x];
+}
+
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     add_number_entry(index_t* to, const index_t* from, index_t more, index_t count) {
@@ -125,6 +136,17 @@ const T* set_number(T* to, const T& value, cudaStream_t stream) {
   detail::set_number_entry<T, 32><<<1, 32, 0, stream>>>(to, value);
   check(cudaGetLastError(), "launch of set_number");
   return to;
+}
+
+/// to [count] = from [count], which lies on the host. The host need not keep it until then.
+inline void set_numbers(index_t* to, const index_t* from, index_t count, cudaStream_t stream) {
+  for (index_t first = 0; first < count; first += detail::some_numbers::capacity) {
+    detail::some_numbers given{};
+    const index_t some = (std::min)(count - first, detail::some_numbers::capacity);
+    std::copy_n(from + first, some, given.values);
+    detail::set_numbers_entry<128><<<1, 128, 0, stream>>>(given, some, to + first);
+    check(cudaGetLastError(), "launch of set_numbers");
+  }
 }
 
 /// to [count] = from [count] + more.

@@ -15,16 +15,20 @@
 #include "../score/expected/query_sums.cuh"
 #include "../score/score.cuh"
 #include "../store/kv_store.cuh"
+#include "../store/packed/packed_store.cuh"
 #include "detail/query_ring.cuh"
 #include "detail/query_window.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
+/// The rows that a recipe's first stage scores: where some are packed, they are turned back into whole ones.
+template <class Recipe>
+using scored_view_type =
+    decltype(std::declval<const kv_store<typename Recipe::layout_type>&>().scored_view({}, cudaStream_t{}));
 /// The problem that a choice by a recipe's first stage fills in.
 template <class Recipe>
-using first_stage_problem = choose_problem<typename kv_store<typename Recipe::layout_type>::view_type,
-                                           typename Recipe::layout_type::element_type>;
+using first_stage_problem = choose_problem<scored_view_type<Recipe>, typename Recipe::layout_type::element_type>;
 
 /// An upper bound of the queries in one call of an observer that accumulates. It bounds the observer's workspace.
 inline constexpr index_t observed_at_once = 512;

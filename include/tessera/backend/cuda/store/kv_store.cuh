@@ -72,9 +72,11 @@ class kv_store {
   const token_bound& bound(sequence_layer owner) const { return stored_.bound(order_.index(owner)); }
   /// An upper bound of what each kv_head stores; exact where lengths alone decide what stays.
   host_vector<index_t> held_by_head(sequence_layer owner) const { return stored_.by_head(order_.index(owner)); }
+  index_t stored(sequence_layer owner, index_t head) const { return stored_.tokens(order_.index(owner)).head(head); }
   index_t* lengths(sequence_layer owner) const { return lengths_.entry(owner); }
 
-  /// A view of one sequence of a layer.
+  view_type scored_view(sequence_layer owner, cudaStream_t) const { return view(owner); }
+  /// A view of one sequence of a layer; scorers see it too.
   view_type view(sequence_layer owner) const {
     return with_columns(rows_.view(owner), lengths_.entry(owner), columns_.begins_of(owner));
   }
@@ -160,14 +162,12 @@ class kv_store {
     rows_.grew(entry, tokens);
     if (columns_.holds_planes()) columns_.grew(entry, tokens);
   }
-
   void drop_newest(sequence_layer owner, index_t tokens) {
     const std::size_t entry = order_.index(owner);
     stored_.grew(entry, -tokens);
     rows_.shrank(entry, tokens, stored_.tokens(entry));
     if (columns_.holds_planes()) columns_.grew(entry, -tokens);
   }
-
   /// The smallest position that a sequence's rows can go back to; tokens of every head since slots were chosen.
   index_t settled(sequence_layer, index_t) const { return 0; }
   index_t since_choice(sequence_layer owner) const { return stored_.tokens(order_.index(owner)).since; }
@@ -248,9 +248,9 @@ class kv_store {
   }
   /// The same for rows that are dropped after room for new tokens was made, which lies among the dropped rows: only
   /// pages beyond it are released.
-  void dropped(sequence_layer owner, const token_bound& kept, index_t gained) {
+  void dropped(sequence_layer owner, const kept_bound& kept, index_t gained) {
     const std::size_t entry = order_.index(owner);
-    stored_.keep(entry, {kept, {}});
+    stored_.keep(entry, kept);
     rows_.dropped(entry, gained, kept);
     if (columns_.holds_planes()) columns_.grew(entry, -gained);
   }

@@ -300,6 +300,10 @@ class conversation {
     const index_t lists =
         reading_members(method_.retain, shape_.q_heads / shape_.kv_heads);  // each of them may swap one
     if (lists > 1) return lists;
+    if constexpr (packs && requires { method_.retain.scorer.pool; }) {
+      // Rows that are rounded in other bases have other scores, and a peak brings its neighbours.
+      if (Method::layout_type::rows_type::basis_type::rotates) return 3 * method_.retain.scorer.pool;
+    }
     if constexpr (packs) return std::max(1, method_.retrieve.mean_block());
     if (Method::needs_step_segments) return 2 * max_segment_tokens;
     if constexpr (requires { typename Method::retain_type::selector_type; }) {

@@ -1,7 +1,10 @@
 // The CUDA cache of packed rows: against the CPU's over shapes, segments and turns; recorded steps; what it refuses.
 #include "backend/cuda/cache/cases/steps_case.hpp"
 #include "tessera/backend/cuda/store/packed/unpack_rows.cuh"
+#include "tessera/layout/fixed_pages.hpp"
 #include "tessera/layout/fp8_rows.hpp"
+#include "tessera/layout/ragged_pages.hpp"
+#include "tessera/methods/h2o.hpp"
 #include "tessera/methods/mosaickv.hpp"
 #include "tessera/methods/quest.hpp"
 #include "tessera/methods/snapkv.hpp"
@@ -12,9 +15,12 @@ using namespace gpu_test;
 
 namespace {
 
-// What a first stage drops, and other scorers score, is not packed on the device.
+// What a first stage drops in steps or in pages, and what steps score by another index, is not packed on the device.
 static_assert(runs_on_devices<mosaickv<bf16, 64>> && runs_on_devices<think<fp16, 128>>);
-static_assert(!runs_on_devices<snapkv<bf16, 64, 64, mosaic_rows<dense<bf16, 64>>>>);
+static_assert(runs_on_devices<snapkv<bf16, 64, 64, mosaic_rows<dense<bf16, 64>>>>);
+static_assert(runs_on_devices<snapkv<bf16, 64, 64, mosaic_rows<stored<dense_rows<bf16, 64>, fixed_pages<16>>>>>);
+static_assert(!runs_on_devices<snapkv<bf16, 64, 64, mosaic_rows<stored<dense_rows<bf16, 64>, ragged_pages>>>>);
+static_assert(!runs_on_devices<h2o<bf16, 64, 64, mosaic_rows<dense<bf16, 64>>>>);
 static_assert(!runs_on_devices<quest<bf16, 64, 64, mosaic_rows<dense<bf16, 64>>>>);
 static_assert(!runs_on_devices<mosaickv<bf16, 64, 64, stored<fp8_rows<bf16, 64>, runs>>>);
 

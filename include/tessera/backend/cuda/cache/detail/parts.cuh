@@ -59,7 +59,7 @@ struct cache_parts {
         roles(shape, recipe.dense_layers, recipe.attention.rule),
         store(shape.layers, options.sequences, shape.kv_heads, options.tokens, options.rows,
               {Recipe::retain_type::drops || !shape.sliding.empty(), first_stage<Recipe>::observer_type::with_scores,
-               Recipe::needs_segments, recipe.retrieve.mean_block()},
+               Recipe::needs_segments, recipe.retrieve.mean_block(), Recipe::retain_type::drops},
               placement_of(recipe, shape), recipe.layout, &roles),
         next(std::size_t(options.sequences)),
         first_position(next.size()),

@@ -16,6 +16,8 @@ class prompt_turn {
   using parts_type = cache_parts<Recipe, Out>;
   using T = typename parts_type::T;
   static constexpr bool filters = parts_type::filters;
+  /// Whether what a choice leaves is packed with it.
+  static constexpr bool drops_packed = packing_layout<typename Recipe::layout_type> && Recipe::retain_type::drops;
 
  public:
   explicit prompt_turn(parts_type& parts) : parts_(parts) {}
@@ -92,7 +94,10 @@ class prompt_turn {
   void end_layer(sequence_layer owner, const Recipe& recipe, const planned<Recipe>& policies, bool due,
                  const prompt_reach& reach, cudaStream_t stream) {
     parts_.order.require_none_under_way();
-    if constexpr (chooses_by_layer<Recipe>) {
+    if constexpr (drops_packed) {
+      parts_.require_covered(policies);
+      keep_and_pack({owner}, policies, due, [&](index_t) { return reach; }, stream);
+    } else if constexpr (chooses_by_layer<Recipe>) {
       parts_.require_covered(policies);
       const sequence_layers choosing = plan_choice({owner}, policies, due, reach, stream);
       const index_t* next = set_number(parts_.chunk_position.data(), reach.end, stream);
@@ -116,20 +121,24 @@ class prompt_turn {
     for (const sequence_layer owner : parts_.all_layers({id})) {
       if (!chooses_by_layer<Recipe> || !state.layers[std::size_t(owner.layer)].ended) waiting.push_back(owner);
     }
-    const sequence_layers choosing = plan_choice(waiting, policies, due, all, stream);
-    parts_.plan_beside_step(
-        parts_.store,  // the last call that can throw
-        [&] {
-          parts_.store.plan_packing(parts_.all_layers({id}), packing_moment::prompt_end, all.prompt_tokens(), stream);
-        },
-        stream);
-    const index_t* next = set_number(parts_.next.data() + id, all.end, stream);
-    kept_slots kept;  // of the previous layer; a layer that reuses this choice comes next
-    for (const sequence_layer owner : choosing) {
-      const prompt_reach reach = state.layers[std::size_t(owner.layer)].reach();
-      choose(owner, policies, due, reach, next, kept, stream);
+    const auto reach_of = [&](index_t layer) { return state.layers[std::size_t(layer)].reach(); };
+    if constexpr (drops_packed) {
+      keep_and_pack(waiting, policies, due, reach_of, stream);
+      set_number(parts_.next.data() + id, all.end, stream);
+    } else {
+      const sequence_layers choosing = plan_choice(waiting, policies, due, all, stream);
+      parts_.plan_beside_step(
+          parts_.store,  // the last call that can throw
+          [&] {
+            parts_.store.plan_packing(parts_.all_layers({id}), packing_moment::prompt_end, all.prompt_tokens(), stream);
+          },
+          stream);
+      const index_t* next = set_number(parts_.next.data() + id, all.end, stream);
+      kept_slots kept;  // of the previous layer; a layer that reuses this choice comes next
+      for (const sequence_layer owner : choosing)
+        choose(owner, policies, due, reach_of(owner.layer), next, kept, stream);
+      parts_.store.commit_packing(stream);
     }
-    parts_.store.commit_packing(stream);
     parts_.set_plan(id, policies, stream);
     for (index_t layer = 0; layer < parts_.shape.layers; ++layer) {
       if (parts_.roles.follows_recipe(layer)) parts_.read_stage.refresh({layer, id}, parts_.store, stream);
@@ -139,6 +148,32 @@ class prompt_turn {
   }
 
  private:
+  /// Layers of packed rows choose, and pack what is due of what they keep. Nothing has changed before all have chosen.
+  template <class ReachOf>
+  void keep_and_pack(const sequence_layers& waiting, const planned<Recipe>& policies, bool due, const ReachOf& reach_of,
+                     cudaStream_t stream) {
+    parts_.store.forget_choices();
+    sequence_layers owners;
+    index_t prompt = 0;
+    for (const sequence_layer owner : waiting) {
+      if (!parts_.roles.follows_recipe(owner.layer)) continue;
+      owners.push_back(owner);
+      const prompt_reach reach = reach_of(owner.layer);
+      const token_bound held = parts_.store.bound(owner);
+      prompt = reach.prompt_tokens();
+      kept_slots kept{{}, {held, {}}};  // everything
+      if (due && !parts_.first.keeps_everything(owner, held, policies)) {
+        const index_t* next = set_number(parts_.chunk_position.data(), reach.end, stream);
+        kept = chosen(owner, policies, reach, next, 0, stream);
+      }
+      parts_.store.note_choice(owner, kept, stream);
+    }
+    parts_.plan_beside_step(
+        parts_.store,  // the last call that can throw
+        [&] { parts_.store.plan_packing(owners, packing_moment::prompt_end, prompt, stream); }, stream);
+    parts_.hold_for_saves(stream);  // forks may read rows that move
+    parts_.store.commit_packing(stream);
+  }
   kept_slots chosen(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach,
                     const index_t* next, index_t member, cudaStream_t stream) {
     return parts_.first.choose(owner, parts_.store, policies, parts_.roles.rule(owner.layer), reach, next, member,

@@ -15,6 +15,7 @@ struct column_set {
   bool scores = false;     ///< of scorers that accumulate
   bool segments = false;   ///< which segment of the text a token belongs to
   index_t mean_block = 0;  ///< packed rows that share a stored mean key; 0: no means
+  bool drops = false;      ///< whether tokens of layers that follow the recipe are dropped
   std::size_t count() const { return std::size_t(positions) + std::size_t(scores) + std::size_t(segments); }
 };
 

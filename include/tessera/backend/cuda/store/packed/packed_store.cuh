@@ -8,34 +8,36 @@
 #include "../../../../layout/packed_rows.hpp"
 #include "../../../../layout/stored.hpp"
 #include "../pack.cuh"
-#include "detail/segment_maker.cuh"
-#include "detail/segment_searches.cuh"
-#include "detail/whole_and_packed.cuh"
+#include "detail/planned_packing.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
 /// Has the calls of kv_store. New tokens are whole rows, in a kv_store. `plan_packing` finds the rows that are due, and
-/// their bases. `commit_packing` packs them into segments. Layers that do not follow the recipe never pack. Nothing is
-/// dropped from segments: all heads have equal lengths, which the host knows.
+/// their bases. `commit_packing` packs them into segments. Layers that do not follow the recipe never pack. Rows of
+/// segments are dropped by a choice that was noted: when a prompt ends, what is left of its rows is packed. Without
+/// choices all heads have equal lengths; the host knows them in any case.
 /// Full tails are packed between two steps: sequences of a batch fill theirs at different steps, and a recorded step
 /// would launch the packing for all of them in every layer.
 /// Memory   whole rows as in a kv_store; segments in pages of the same pool, or, in planes, of every (layer, sequence)
 ///          for `tokens` tokens; and bases when segments begin: 4 * channels * dim bytes for K and V of a head.
 /// Errors   when made, what the device does not pack; later, a second moment with NaN or infinity: tessera::error.
 template <packing_layout Layout>
-class kv_store<Layout> : public whole_and_packed<Layout> {
+class kv_store<Layout> : public planned_packing<Layout> {
   using rows_type = typename Layout::rows_type;
-  using parts_type = whole_and_packed<Layout>;
+  using parts_type = planned_packing<Layout>;
+  using typename parts_type::packing_plan;
   using whole_store = typename parts_type::whole_store;
   using parts_type::due;
   using parts_type::heads_;
   using parts_type::layout_;
+  using parts_type::maker_;
   using parts_type::packed_;
   using parts_type::packed_owner;
   using parts_type::packed_rows_of;
   using parts_type::packing_;
   using parts_type::packs;
+  using parts_type::searches_;
   using parts_type::stream_beside_;
   using parts_type::tokens_;
   using parts_type::whole_;
@@ -53,8 +55,6 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
            const typename Layout::placement_type& where, const Layout& layout, const layer_roles* roles)
       : parts_type(layers, sequences, kv_heads, tokens, rows, with, where,
                    (require_packable(layout, with.mean_block), layout), *roles),
-        searches_(layout.rows, packed_.formats(), packing_.count, sequences, kv_heads, packed_.max_segments()),
-        maker_(layout, packed_.formats(), with.mean_block, packing_.count, sequences, kv_heads, tokens),
         newest_(kv_heads, layout_.rows.tail.tail) {
     whole_.hold_at_least(layout_.rows.tail.tail + spare_room(layout_.rows.tail.tail));  // a tail fills without moving
   }
@@ -76,6 +76,7 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
   void abandon() {
     whole_.abandon();
     packed_.forget_plan();
+    this->forget_choices();
   }
   void commit_room(const sequence_layers& owners, cudaStream_t stream) {
     const bool itself = std::count(owners.begin(), owners.end(), beside_.owner) > 0;
@@ -92,7 +93,8 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
   void drop_newest(sequence_layer owner, index_t tokens) { whole_.drop_newest(owner, tokens); }
   /// Tokens that came before rows were packed are settled: without them the same rows would still be whole.
   index_t settled(sequence_layer owner, index_t next) const {
-    return packed_rows_of(owner) == 0 ? 0 : next - whole_.since_choice(owner);
+    const bool packed = packs(owner.layer) && !packed_.segments(packed_owner(owner)).empty();
+    return packed ? next - whole_.since_choice(owner) : 0;
   }
   void forget_prompt(sequence_layer owner) {
     if (packs(owner.layer)) maker_.forget(packed_owner(owner));
@@ -134,16 +136,22 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
       packing_plan made;
       made.prompt_ends = when == packing_moment::prompt_end;
       made.cuts = when != packing_moment::step_end;
-      for (const sequence_layer owner : owners) plan_owner(made, owner, when, prompt);
+      for (const sequence_layer owner : owners) {
+        if (noted_choice* const choice = this->choice_of(owner))
+          this->plan_choice(made, *choice, prompt, stream);
+        else
+          this->plan_owner(made, owner, when, prompt, stream);
+      }
       if (made.prompt_ends) made.ended = owners;
       made.make_room();
       made.memory = maker_.memory_for(made.new_spans.size());
       maker_.find_bases(made.new_spans, made.memory, stream);
-      plan_memory(made);
+      this->plan_memory(made);
       if (!made.owners.empty() && made.prompt_ends) whole_.plan_keep(made.owners, made.left);
       pending_ = std::move(made);
     } catch (...) {
       packed_.forget_plan();
+      this->forget_choices();
       throw;
     }
   }
@@ -152,6 +160,11 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
     std::size_t begun_count = 0;  // segments that have begun
     for (std::size_t i = 0; i < made.owners.size(); ++i) {
       const sequence_layer owner = made.owners[i], packed = packed_owner(owner);
+      if (made.is_apart(i)) {
+        this->commit_by_head(made, i, stream);
+        continue;
+      }
+      this->add_positions(owner, nullptr, made.due[i], stream);
       layout_.rows.for_each_segment(made.due[i], made.cuts && made.begins[i], [&](index_t first, index_t count) {
         const auto& all = packed_.segments(packed);
         if (made.begins[i]) {
@@ -165,8 +178,9 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
         packed_.grew(packed, count, stream);
       });
     }
-    encode(made, stream);
+    this->encode(made, stream);
     for (std::size_t i = 0; i < made.owners.size(); ++i) {
+      if (made.is_apart(i)) continue;
       const sequence_layer owner = made.owners[i], packed = packed_owner(owner);
       if (made.begins[i])
         searches_.ended(packed, packed_.segments(packed).size());
@@ -182,6 +196,7 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
       }
     }
     drop_oldest(made.oldest, stream);
+    this->forget_choices();
     for (const sequence_layer owner : made.ended) forget_prompt(owner);
   }
 
@@ -195,7 +210,7 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
     const std::size_t held = due > 0 ? packed_.segments(packed_owner(owner)).size() : 0;
     if (!due_part.begins() || index_t(held) + layout_.rows.segments_of(due, true) > packed_.max_segments()) return;
     packing_plan plan;
-    add_spans(plan.new_spans, owner, due, true);
+    this->add_spans(plan.new_spans, view(owner), owner.layer, due, true);
     layer_beside made{owner, due, {}};
     made.segments.reserve(plan.new_spans.size());
     packed_.make_room(packed_owner(owner), plan.new_spans.size());
@@ -203,14 +218,14 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
     try {
       const cudaStream_t beside = stream_beside_.begin(stream);
       maker_.start_bases(plan.new_spans, memory, beside);
-      if (!plan_new_segments(plan.new_spans, memory, packed_owner(owner))) return stream_beside_.drain();
+      if (!this->plan_new_segments(plan.new_spans, memory, packed_owner(owner))) return stream_beside_.drain();
       for (std::size_t i = 0; i < plan.new_spans.size(); ++i) {
         segment_record begun = maker_.begin(memory, i, plan.new_spans[i], packed_owner(owner), beside);
         made.segments.push_back(packed_.begin_unseen(packed_owner(owner), std::move(begun), plan.new_spans[i].count,
                                                      made.segments, beside));
         plan.joining = {
             {owner, index_t(held + i), made.segments.back().slot, 0, plan.new_spans[i].first, plan.new_spans[i].count}};
-        encode(plan, beside);
+        this->encode(plan, beside);
         made.segments.back().rows = plan.new_spans[i].count;
       }
       stream_beside_.end();
@@ -256,9 +271,6 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
       searches_.settle(id, packed_, due, stream);
     }
   }
-  segment_searches<Layout, view_type>& searches() { return searches_; }
-  const segment_searches<Layout, view_type>& searches() const { return searches_; }
-
   void plan_copy(index_t from, index_t to, cudaStream_t stream) {
     plan_whole([&] { whole_.plan_copy(from, to); }, stream);  // it may add the segments of the layer beside
     try {
@@ -274,10 +286,11 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
     whole_.commit_copy(from, to, stream);
     for (index_t layer = 0; layer < packing_.count; ++layer) {
       const std::size_t segments = packed_.segments({layer, from}).size();
-      packed_.commit_copy(layer, to, searches_.finished({layer, from}, segments), stream);
+      packed_.commit_copy(layer, from, to, searches_.finished({layer, from}, segments), stream);
       maker_.copy({layer, from}, {layer, to}, stream);
     }
     packed_.copy_tables(from, to, stream);
+    this->copy_positions(from, to, stream);
     searches_.mark(to, stream);
   }
   void clear(index_t id, cudaStream_t stream) {
@@ -295,76 +308,26 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
   }
   offset_t bytes(sequence_layer owner) const {
     if (!packs(owner.layer)) return whole_.bytes(owner);
-    return whole_.bytes(owner) + packed_.bytes(packed_owner(owner)) + searches_.bytes(packed_owner(owner));
+    return whole_.bytes(owner) + packed_.bytes(packed_owner(owner)) + searches_.bytes(packed_owner(owner)) +
+           parts_type::bytes(owner);
   }
   capacity upper_bound(const host_vector<layer_peak>& peaks) const {
     capacity bound = whole_.upper_bound(whole_peaks(layout_, peaks));
     for (const layer_peak& peak : peaks) {
       const packed_peak of_layer = packed_peak_of(layout_, peak.turn, peak.stored.longest);
-      const capacity segments = packed_.upper_bound(peak.stored.longest, of_layer.segments);
       if (!peak.follows_recipe) continue;
+      // Where tokens are dropped, segments may have their rows in different heads.
+      offset_t rows = peak.stored.longest;
+      if (whole_.with().drops) rows = (std::max)(rows, (std::min)(peak.stored.total, offset_t(peak.turn.tokens())));
+      const capacity segments = packed_.upper_bound(rows, of_layer.segments);
       bound.bytes += segments.bytes + searches_.upper_bound(of_layer.originals);
+      if (whole_.with().drops) bound.bytes += offset_t(heads_) * rows * offset_t(sizeof(index_t));
       bound.pages += segments.pages;
     }
     return bound;
   }
 
  private:
-  using packing_plan = cuda::packing_plan<view_type>;
-
-  /// Adds an owner's rows that are due to a plan.
-  void plan_owner(packing_plan& made, sequence_layer owner, packing_moment when, index_t prompt) {
-    const auto part = this->due(owner, when, prompt);
-    const index_t due = part.rows;
-    if (due == 0) return;
-    const sequence_layer packed = packed_owner(owner);
-    const index_t whole = whole_.bound(owner).longest;
-    const auto& held = packed_.segments(packed);
-    const bool begins = part.begins(), cuts = begins && made.cuts;
-    if (begins || !searches_.joins(packed, held))
-      packed_.require_segments(index_t(held.size()) + layout_.rows.segments_of(due, cuts));
-    made.owners.push_back(owner);
-    made.left.push_back({{whole - due, offset_t(heads_) * (whole - due)}, {}});
-    made.due.push_back(due), made.begins.push_back(begins);
-    made.originals.push_back(begins ? host_vector<rows_before>{} : searches_.blocks_for(packed, due));
-    packed_.make_room(packed, std::size_t(layout_.rows.segments_of(due, cuts)));
-    if (begins) add_spans(made.new_spans, owner, due, cuts);
-  }
-  /// Plans memory for all rows of a plan, in the formats that have been found.
-  void plan_memory(const packing_plan& made) {
-    std::size_t begun = 0;
-    for (std::size_t i = 0; i < made.owners.size(); ++i) {
-      const sequence_layer packed = packed_owner(made.owners[i]);
-      const auto& held = packed_.segments(packed);
-      layout_.rows.for_each_segment(made.due[i], made.cuts && made.begins[i], [&](index_t, index_t count) {
-        if (made.begins[i])
-          packed_.plan_rows(packed, maker_.record(made.memory, begun++), true, count);
-        else
-          packed_.plan_rows(packed, searches_.like(packed, held), !searches_.joins(packed, held), count);
-      });
-    }
-  }
-  /// Plans memory of new segments. Returns whether there is enough.
-  bool plan_new_segments(const host_vector<segment_span<view_type>>& spans, const bases_and_sets& memory,
-                         sequence_layer packed) {
-    packed_.forget_plan();
-    try {
-      for (std::size_t i = 0; i < spans.size(); ++i)
-        packed_.plan_rows(packed, maker_.record(memory, i), true, spans[i].count);
-    } catch (const error&) {
-      packed_.forget_plan();
-      return false;
-    } catch (...) {
-      packed_.forget_plan();
-      throw;
-    }
-    return true;
-  }
-
-  void add_spans(host_vector<segment_span<view_type>>& to, sequence_layer owner, index_t due, bool cuts) const {
-    layout_.rows.for_each_segment(
-        due, cuts, [&](index_t first, index_t count) { to.push_back({view(owner), owner.layer, first, count}); });
-  }
   /// Runs a plan of whole rows. If there is no room, releases the rows of the layer beside, and plans again.
   template <class Plan>
   void plan_whole(const Plan& plan, cudaStream_t stream) {
@@ -376,17 +339,7 @@ class kv_store<Layout> : public whole_and_packed<Layout> {
     }
     plan();
   }
-  /// Packs whole rows into segments, all rows of the plan in one go.
-  void encode(packing_plan& made, cudaStream_t stream) {
-    made.problems.clear();
-    for (const joining_rows& rows : made.joining)
-      made.problems.push_back({view(rows.owner), rows.first, rows.count, nullptr, rows.segment});
-    maker_.encode(made.problems, stream);
-    searches_.noted(made.problems, made.joining, packing_, stream);
-  }
 
-  segment_searches<Layout, view_type> searches_;
-  segment_maker<Layout, view_type> maker_;
   newest_slots newest_;
   packing_plan pending_;
   layer_beside beside_;

@@ -44,21 +44,25 @@ __device__ __forceinline__ device_sum move_bytes(const saving_thread& own, offse
       });
 }
 
-/// The planes of rows, or with one kind those of means, as cpu::packed_plane orders them. blockIdx.y: the head.
+/// The planes of rows, or with one kind those of means, as cpu::packed_plane orders them. rows [kv_heads]: of a
+/// segment; `unit`: rows of a mean, 1 for the rows themselves. blockIdx.y: the head.
 template <saved_way Way, int Threads>
 __global__ void __launch_bounds__(Threads)
     move_planes_entry(const __grid_constant__ packed_vectors k, const __grid_constant__ packed_vectors v, int kinds,
-                      index_t rows, saved_slice slice) {
+                      const index_t* rows, index_t unit, saved_slice slice) {
   const index_t head = blockIdx.y, heads = gridDim.y;
   const saving_thread own{slice, int(blockIdx.x * Threads + threadIdx.x), int(gridDim.x * Threads)};
   offset_t at = 0;
   device_sum sum = 0;
   const auto plane = [&](index_t bytes, index_t stride, const auto& row_of) {
     if (bytes == 0) return;
-    const offset_t part = padded_bytes(offset_t(rows) * bytes);
-    sum += move_bytes<Way>(own, at + head * part, rows, bytes, stride,
+    const auto place = [&](index_t first, index_t last) {
+      for (index_t h = first; h < last; ++h) at += padded_bytes(offset_t(ceil_div(rows[h], unit)) * bytes);
+    };
+    place(0, head);
+    sum += move_bytes<Way>(own, at, ceil_div(rows[head], unit), bytes, stride,
                            [&](index_t row) { return reinterpret_cast<std::byte*>(row_of(row)); });
-    at += heads * part;
+    place(head, heads);
   };
   const auto kind = [&](const auto& visit) { visit(k), kinds > 1 ? visit(v) : void(); };
   kind([&](const packed_vectors& of) {
@@ -74,24 +78,68 @@ __global__ void __launch_bounds__(Threads)
   add_to_sum(sum, slice.sum);
 }
 
-/// Saves or loads rows of a segment, or, without `v`, its means.
+/// Saves or loads rows of a segment, or, without `v`, its means. rows [kv_heads], on the host, and the same on the
+/// device.
 template <class Archive>
-void transfer_planes(const packed_vectors& k, const packed_vectors* v, index_t rows, index_t kv_heads, Archive& archive,
-                     cudaStream_t stream) {
+void transfer_planes(const packed_vectors& k, const packed_vectors* v, const index_t* rows, const index_t* on_device,
+                     index_t unit, index_t kv_heads, Archive& archive, cudaStream_t stream) {
   offset_t bytes = 0;
   for (const packed_vectors* of : {&k, v}) {
     if (!of) continue;
-    for (const index_t row : {of->format.value_bytes(), of->format.bit_bytes(), of->format.scale_bytes()})
-      bytes += kv_heads * padded_bytes(offset_t(rows) * row);
+    for (const index_t row : {of->format.value_bytes(), of->format.bit_bytes(), of->format.scale_bytes()}) {
+      for (index_t h = 0; h < kv_heads; ++h) bytes += padded_bytes(offset_t(ceil_div(rows[h], unit)) * row);
+    }
   }
   constexpr auto way = Archive::loads ? saved_way::to_cache : saved_way::to_slice;
-  const dim3 grid{unsigned(std::clamp(rows / 16, 1, (std::max)(1, saving_blocks / int(kv_heads)))), unsigned(kv_heads)};
+  const index_t longest = ceil_div(*std::max_element(rows, rows + kv_heads), unit);
+  const dim3 grid{unsigned(std::clamp(longest / 16, 1, (std::max)(1, saving_blocks / int(kv_heads)))),
+                  unsigned(kv_heads)};
   archive.device_array(
       std::size_t(bytes), [](const std::byte*) {},
       [&](const saved_slice& slice) {
         move_planes_entry<way, saving_threads>
-            <<<grid, saving_threads, 0, stream>>>(k, v ? *v : k, v ? 2 : 1, rows, slice);
+            <<<grid, saving_threads, 0, stream>>>(k, v ? *v : k, v ? 2 : 1, on_device, unit, slice);
         check(cudaGetLastError(), "launch of move_planes");
+      });
+}
+
+/// The positions of all rows of a head, one part a head: of packed rows [kv_heads, capacity], then of whole ones.
+/// blockIdx.y: the head.
+template <saved_way Way, class View>
+__global__ void __launch_bounds__(saving_threads)
+    move_positions_entry(const __grid_constant__ View view, index_t* packed, index_t capacity, saved_slice slice) {
+  const index_t head = blockIdx.y;
+  const saving_thread own{slice, int(blockIdx.x * saving_threads + threadIdx.x), int(gridDim.x * saving_threads)};
+  const auto rows_of = [&](index_t h) { return packed_rows_of(view, h) + view.whole.length(0, h); };
+  offset_t at = 0;
+  for (index_t h = 0; h < head; ++h) at += padded_bytes(offset_t(rows_of(h)) * 4);
+  const index_t held = packed_rows_of(view, head);
+  auto* const of_packed = reinterpret_cast<std::uint32_t*>(packed + offset_t(head) * capacity);
+  auto* const of_whole =
+      reinterpret_cast<std::uint32_t*>(const_cast<index_t*>(view.whole.positions)) + view.whole.position_row(0, head);
+  add_to_sum(move_numbers<Way>(own, at, rows_of(head),
+                               [&](index_t i) { return i < held ? of_packed + i : of_whole + (i - held); }),
+             slice.sum);
+}
+/// Saves or loads the positions of heads that store `counts` rows.
+template <class View, class Archive>
+void transfer_positions(const View& view, index_t* packed, index_t capacity, const host_vector<index_t>& counts,
+                        index_t next, Archive& archive, cudaStream_t stream) {
+  constexpr auto way = Archive::loads ? saved_way::to_cache : saved_way::to_slice;
+  offset_t bytes = 0;
+  for (const index_t count : counts) bytes += padded_bytes(offset_t(count) * 4);
+  archive.device_array(
+      std::size_t(bytes),
+      [&](const std::byte* image) {
+        for (const index_t count : counts) {
+          require_ascending(reinterpret_cast<const index_t*>(image), count, next, archive);
+          image += padded_bytes(offset_t(count) * 4);
+        }
+      },
+      [&](const saved_slice& slice) {
+        move_positions_entry<way, View>
+            <<<dim3(8, unsigned(counts.size())), saving_threads, 0, stream>>>(view, packed, capacity, slice);
+        check(cudaGetLastError(), "launch of move_positions");
       });
 }
 
@@ -160,13 +208,15 @@ inline void upload_bases(segment_record& to, const host_bases& given, index_t kv
   to.sets = sets;
 }
 
-/// Saves or loads what the segments of a layer, which have `packed` rows of each head, have beside their rows: see
-/// cpu::transfer_segments.
+/// Saves or loads what the segments of a layer, which have packed[head] rows of each head, have beside their rows: see
+/// cpu::transfer_segments. `capacity`: rows of the longest heads of all segments that there is memory for.
 template <class Store, class Archive>
-void transfer_segments(Store& store, sequence_layer owner, index_t packed, index_t kv_heads, Archive& archive,
-                       cudaStream_t stream) {
+void transfer_segments(Store& store, sequence_layer owner, const host_vector<index_t>& packed, bool scattered,
+                       index_t capacity, Archive& archive, cudaStream_t stream) {
   const segment_formats& formats = store.formats();
-  index_t count = Archive::loads ? 0 : index_t(store.segments(owner).size()), total = 0;
+  const index_t kv_heads = index_t(packed.size());
+  index_t count = Archive::loads ? 0 : index_t(store.segments(owner).size());
+  host_vector<index_t> total(packed.size(), 0);
   transfer_count(count, max_tokens, archive);
   if (Archive::loads) store.require_segments(count);
   for (index_t i = 0; i < count; ++i) {
@@ -200,15 +250,22 @@ void transfer_segments(Store& store, sequence_layer owner, index_t packed, index
       require_sets(bases.k_set, record.k, archive), require_sets(bases.v_set, record.v, archive);
       if constexpr (Archive::loads) upload_bases(record, bases, kv_heads, stream);
     }
-    host_vector<index_t> lengths(std::size_t(kv_heads), record.rows);
+    host_vector<index_t> lengths(std::size_t(kv_heads), 0);
+    if constexpr (!Archive::loads) std::copy_n(store.rows_by_head(owner, record), kv_heads, lengths.begin());
     host_vector<double> losses(std::size_t(kv_heads), 0.0);  // known where strategies are searched
     transfer_lengths(lengths, max_tokens, archive);
     archive.rows(losses.data(), losses.size());
-    for (const index_t length : lengths)
-      archive.require(length == lengths[0] && length <= packed - total, "with segments of other rows");
-    archive.require(formats.block == 0 || total % formats.block == 0, "with segments that begin within a block");
-    if constexpr (Archive::loads) store.add_loaded(owner, std::move(record), lengths[0], stream);
-    total += lengths[0];
+    archive.require(formats.block == 0 || total[0] % formats.block == 0, "with segments that begin within a block");
+    for (std::size_t h = 0; h < lengths.size(); ++h) {
+      archive.require((scattered || lengths[h] == lengths[0]) && lengths[h] <= packed[h] - total[h],
+                      "with segments of other rows");
+      total[h] += lengths[h];
+    }
+    if constexpr (Archive::loads) {
+      require_segment_rows(offset_t(store.end_row(owner)) + *std::max_element(lengths.begin(), lengths.end()),
+                           capacity);
+      store.add_loaded(owner, std::move(record), lengths, stream);
+    }
   }
   archive.require(total == packed, "with segments of other rows");
 }
@@ -225,19 +282,21 @@ host_vector<saved_lengths> transfer_lengths_of(kv_store<Layout>& store, index_t 
     auto& [counts, whole, scattered] = all[std::size_t(layer)];
     const sequence_layer owner{layer, id};
     const bool packs = packing.number[std::size_t(layer)] >= 0;
-    host_vector<index_t> packed(counts.size(), packs ? segments.rows(packing.owner(owner)) : 0);
-    for (std::size_t h = 0; h < counts.size(); ++h) counts[h] += packed[h];
+    const bool drops = packs && whole_rows.with().drops;
+    host_vector<index_t> packed(counts.size(), 0);
+    for (std::size_t h = 0; packs && h < counts.size(); ++h)
+      counts[h] += packed[h] = segments.rows(packing.owner(owner), index_t(h));
     transfer_lengths(counts, next(layer), archive);
     transfer_lengths(packed, next(layer), archive);
     whole = counts;
     for (std::size_t h = 0; h < counts.size(); ++h) {
-      archive.require(packed[h] == packed[0] && packed[h] <= counts[h] && (packs || packed[h] == 0),
+      archive.require((drops || packed[h] == packed[0]) && packed[h] <= counts[h] && (packs || packed[h] == 0),
                       "with packed rows that a GPU does not have");
       whole[h] -= packed[h];
     }
-    scattered = scattered && !packs;  // of packing layers nothing is dropped
+    if (packs) scattered = segments.is_scattered(packing.owner(owner));
     archive.flag(scattered);
-    archive.require(!scattered || (whole_rows.with().positions && !packs),
+    archive.require(!scattered || (packs ? drops : whole_rows.with().positions),
                     "with dropped tokens, which this cache never has");
     for (const index_t count : counts)
       archive.require(scattered || count == next(layer), "with lengths that cannot be");
@@ -248,7 +307,8 @@ host_vector<saved_lengths> transfer_lengths_of(kv_store<Layout>& store, index_t 
       whole_rows.lay_out(owner, whole, (std::min)(since, *std::min_element(whole.begin(), whole.end())), stream);
     }
     if (packs) {
-      detail::transfer_segments(segments, packing.owner(owner), packed[0], index_t(counts.size()), archive, stream);
+      if (Archive::loads && scattered) segments.scatter(packing.owner(owner));
+      detail::transfer_segments(segments, packing.owner(owner), packed, scattered, store.tokens(), archive, stream);
     } else {
       index_t none = 0;
       archive.number(none);
@@ -266,16 +326,26 @@ void transfer_rows_of(kv_store<Layout>& store, index_t id, const host_vector<sav
   for (index_t layer = 0; layer < index_t(lengths.size()); ++layer) {
     const saved_lengths& of_layer = lengths[std::size_t(layer)];
     const sequence_layer owner{layer, id};
-    transfer_layer(whole_rows.view(owner), whole_rows.columns_of(owner), of_layer.whole, of_layer.scattered,
+    const bool packs = packing.number[std::size_t(layer)] >= 0;
+    auto columns = whole_rows.columns_of(owner);
+    if (packs && of_layer.scattered) {
+      columns.data[0] = nullptr;  // positions of all rows lie together
+      detail::transfer_positions(store.view(owner), store.packed_positions(owner), store.tokens(), of_layer.counts,
+                                 next(layer), archive, stream);
+    }
+    transfer_layer(whole_rows.view(owner), columns, of_layer.whole, of_layer.scattered,
                    of_layer.counts[0] - of_layer.whole[0], next(layer), archive, stream);
-    if (packing.number[std::size_t(layer)] < 0) continue;
+    if (!packs) continue;
+    if (Archive::loads && !of_layer.scattered) store.count_positions(owner, stream);
     const sequence_layer packed = packing.owner(owner);
     for (std::size_t i = 0; i < segments.segments(packed).size(); ++i) {
       const segment_record& record = segments.segments(packed)[i];
       const device_segment rows = segments.on_device(packed, i);
       const index_t heads = index_t(of_layer.counts.size());
-      detail::transfer_planes(rows.k, &rows.v, record.rows, heads, archive, stream);
-      if (record.block > 0) detail::transfer_planes(rows.means, nullptr, blocks_of(record), heads, archive, stream);
+      const index_t* const by_head = segments.rows_by_head(packed, record);
+      detail::transfer_planes(rows.k, &rows.v, by_head, rows.rows, 1, heads, archive, stream);
+      if (record.block > 0)
+        detail::transfer_planes(rows.means, nullptr, by_head, rows.rows, record.block, heads, archive, stream);
     }
   }
 }

@@ -141,7 +141,11 @@ __global__ void __launch_bounds__(unpacking_threads)
                        const __grid_constant__ Whole target, index_t* lengths) {
   constexpr int k_dim = View::k_dim, v_dim = View::v_dim, larger = k_dim > v_dim ? k_dim : v_dim;
   __shared__ __align__(16) unsigned char shared[unpacked_together * ((larger + 8) * 2 + sizeof(float))];
-  if (blockIdx.x == 0 && blockIdx.z == 0 && threadIdx.x == 0) lengths[blockIdx.y] = count;
+  if (blockIdx.x == 0 && blockIdx.z == 0 && threadIdx.x == 0) {
+    index_t packed = 0;
+    for (index_t s = 0; s < view.count(0); ++s) packed += view.segment(0, s).rows[blockIdx.y];
+    lengths[blockIdx.y] = (min)((max)(packed - first, 0), count);
+  }
   if (blockIdx.z == 0)
     unpack_side<View, Whole, k_dim, unpacked_rows::keys>(view, first, count, target, shared);
   else
@@ -153,7 +157,7 @@ __global__ void __launch_bounds__(unpacking_threads)
 /// Turns packed slots first, ..., first + count - 1 of one sequence's layer back into whole rows in the engine's basis,
 /// as slots from 0 on of `target`, which has room for them. Channels that were not stored count as 0; elements are
 /// rounded to the cache's type once.
-/// Shapes   lengths [kv_heads], on the device: `count` is written.
+/// Shapes   lengths [kv_heads], on the device: `count` is written, or how many of these slots a shorter head has.
 /// Errors   before the launch: slots that are not packed, rows not on 16 bytes: tessera::error.
 /// Cost     one launch; packed rows are read once, a basis once for 64 rows.
 template <class View, class Whole>

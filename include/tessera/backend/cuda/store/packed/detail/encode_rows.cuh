@@ -101,15 +101,18 @@ __device__ void rotate_rows(const RowOf& row_of, const float* basis, int channel
 
 }  // namespace detail
 
-/// Which rows become packed ones: `count` whole rows of every head from `first` on, as rows `counts[sequence]` or
-/// `count` more of the sequence's segment `segment`, or of its last one. Rows of the segment must be a multiple of its
-/// block before.
+/// Which rows become packed ones: `count` whole rows of every head from `first` on, of a head with fewer due rows those
+/// of them that are due, as that many more rows of the sequence's segment `segment`, or of its last one. Rows of the
+/// segment must be a multiple of its block before.
 template <class View>
 struct encode_problem {
   View view;
   index_t first = 0, count = 0;
-  const index_t* counts = nullptr;  ///< [sequences], on the device: at most `count` each; null: `count`
-  index_t segment = no_index;       ///< of every sequence; none: the last
+  const index_t* due = nullptr;  ///< [sequences, kv_heads], on the device: the oldest whole rows; null: all of these
+  index_t segment = no_index;    ///< of every sequence; none: the last
+
+  /// Of a row, sequence * kv_heads + head.
+  __device__ index_t count_of(index_t row) const { return due ? (max)(0, (min)(due[row] - first, count)) : count; }
 };
 
 /// `count` whole rows of a layer of a sequence, from `first` on, that join its segment `segment`. The segment has
@@ -153,7 +156,7 @@ __device__ void encode_side(const encode_problem<View>& p, index_t sequence, ind
   const int thread = int(threadIdx.x), warp = thread / 32;
   const bool keys = part != encoded_part::values;
   // Rows come while tables are read; where only the device knows how many there are, none is asked for.
-  if (chunk_rows <= max_rows_by_warps && !p.counts) {
+  if (chunk_rows <= max_rows_by_warps && !p.due) {
     constexpr int row_lines = ceil_div(D * 2, 128);
 #pragma unroll 1
     for (int i = thread; i < int((min)(chunk_rows, p.count - chunk * chunk_rows)) * row_lines; i += encoding_threads) {
@@ -165,7 +168,7 @@ __device__ void encode_side(const encode_problem<View>& p, index_t sequence, ind
   const device_segment& segment =
       p.view.segment(sequence, p.segment != no_index ? p.segment : p.view.count(sequence) - 1);
   const packed_vectors& to = keys ? segment.k : segment.v;
-  const index_t count = p.counts ? (min)(p.counts[sequence], p.count) : p.count;
+  const index_t count = p.count_of(sequence * p.view.whole.kv_heads + head);
   const index_t from = chunk * chunk_rows, held = segment.rows[head];
   const int rows = int((min)(chunk_rows, count - from)), channels = int(to.format.channels);
   if (rows <= 0) return;
@@ -246,7 +249,7 @@ __global__ void __launch_bounds__(128)
     const device_segment& segment =
         p.view.segment(sequence, p.segment != no_index ? p.segment : p.view.count(sequence) - 1);
     rows = segment.rows + lane_row % heads;
-    counted = *rows + (p.counts ? (min)(p.counts[sequence], p.count) : p.count);
+    counted = *rows + p.count_of(lane_row);
   }
   wait_for_earlier();
   if (mine) *rows = counted;

@@ -29,6 +29,7 @@ class packed_pages {
       : formats_(formats), least_(formats, kv_heads), heads_(kv_heads), layers_(layers), sequences_(sequences) {
     row_width_ = tokens / least_.rows + max_segments + 1;
     mean_width_ = formats.block > 0 ? tokens / formats.least_block / least_.means + max_segments + 1 : 0;
+    aside_ = device_buffer<index_t>(std::size_t(row_width_));
     row_table_ = device_buffer<index_t>(std::size_t(layers) * std::size_t(sequences) * std::size_t(row_width_));
     mean_table_ = device_buffer<index_t>(std::size_t(layers) * std::size_t(sequences) * std::size_t(mean_width_));
   }
@@ -102,6 +103,33 @@ class packed_pages {
   void write_tables(std::size_t entry, std::size_t i, const segment_record& record, cudaStream_t stream) const {
     write_rows(entry, i, record, 0, stream);
     write_means(entry, i, record, 0, mean_parts_of(record, 0), stream);
+  }
+  static constexpr bool moves_with_first_row = false;
+  /// Means do not stay: rows with means are not dropped.
+  void plan_keep(kept_segment& kept) {
+    host_vector<index_t>& pages = kept.record.row_pages;
+    const std::size_t wanted = std::size_t(pages_of_rows(kept.record, kept.record.rows));
+    const bool shared =
+        std::any_of(pages.begin(), pages.end(), [&](index_t page) { return pool_->counted().is_shared(page); });
+    if (!shared) return pages.resize(wanted);
+    host_vector<index_t> fresh;
+    fresh.reserve(wanted);
+    pool_->acquire_pages(index_t(wanted), fresh);
+    std::swap(pages, fresh);
+    kept.elsewhere = true;
+  }
+  void forget(kept_segment& kept) {
+    if (kept.elsewhere) release(kept.record.row_pages);
+  }
+  device_segment set_aside(device_segment of, const segment_record& record, cudaStream_t stream) const {
+    copy_on_device(aside_.data(), of.k.pages, record.row_pages.size(), stream);
+    of.k.pages = of.v.pages = aside_.data();
+    return of;
+  }
+  void release_dropped(kept_segment& old, const segment_record& record) {
+    host_vector<index_t>& pages = old.record.row_pages;
+    const std::size_t left = old.elsewhere ? 0 : record.row_pages.size();
+    for (; pages.size() > left; pages.pop_back()) pool_->release_page(pages.back());
   }
 
   void share(segment_record& record, std::size_t entry) {
@@ -265,6 +293,7 @@ class packed_pages {
   index_t row_width_ = 0, mean_width_ = 0;  // of an entry's tables
   Rows* pool_ = nullptr;
   device_buffer<index_t> row_table_, mean_table_;  // [layers, sequences, width]
+  device_buffer<index_t> aside_;                   // [width], of one segment
   host_vector<planned> planned_;
   std::size_t next_ = 0;  // the first that has not been used
 };

@@ -25,6 +25,10 @@ namespace cuda {
 ///   grow(entry, i, record, rows, stream)   gives a segment memory for more rows, which it does not count yet; calls
 ///                                      come in the order of those of `plan`
 ///   write_tables(entry, i, record, stream)   called when a segment's number has changed
+///   moves_with_first_row               whether rows lie elsewhere when rows of segments before are dropped
+///   plan_keep(kept), forget(kept)      where what stays of a segment will lie; errors: too little memory
+///   set_aside(segment, record, stream) the segment as it is read while its tables are written anew
+///   release_dropped(old, record)       what a segment held and no longer holds
 ///   share(record, entry)               a copy of a segment, of that entry, holds the same memory where it can
 ///   release(record)                    a segment is gone
 ///   copy_tables(from, to, stream)      what the device knows of a sequence's memory, when all layers have been copied
@@ -57,6 +61,11 @@ class packed_planes {
   static constexpr offset_t planned_pages() { return 0; }
   void grow(std::size_t, std::size_t, segment_record&, index_t, cudaStream_t) {}
   void write_tables(std::size_t, std::size_t, const segment_record&, cudaStream_t) const {}
+  static constexpr bool moves_with_first_row = true;
+  void plan_keep(kept_segment&) {}
+  void forget(kept_segment&) {}
+  const device_segment& set_aside(const device_segment& of, const segment_record&, cudaStream_t) const { return of; }
+  void release_dropped(const kept_segment&, const segment_record&) {}
   void share(segment_record&, std::size_t) {}
   void release(segment_record&) {}
   void copy_tables(index_t, index_t, cudaStream_t) const {}

@@ -16,6 +16,7 @@
 #include "../../../../../layout/rotated.hpp"
 #include "../../../../../layout/stored.hpp"
 #include "../../../../../runtime/layer_roles.hpp"
+#include "../../../device/copy.cuh"
 #include "../../../device/memory.cuh"
 #include "../packed_view.cuh"
 
@@ -42,7 +43,9 @@ using segment_sets = std::shared_ptr<const device_buffer<std::uint32_t>>;
 
 /// What the host knows of a segment.
 struct segment_record {
-  index_t first_row = 0, rows = 0, slot = 0;  ///< slot: where the device counts its rows, as long as it exists
+  /// first_row: where its rows lie behind those of others; rows: of its longest head; slot: where rows are counted by
+  /// head, as long as it exists.
+  index_t first_row = 0, rows = 0, slot = 0;
   packed_format k{}, v{};
   index_t block = 0;
   std::size_t home = 0;  ///< in planes: the entry in whose planes its rows lie, where they were packed
@@ -61,6 +64,14 @@ struct segment_record {
   }
 };
 
+/// What becomes of a segment when rows are dropped.
+struct kept_segment {
+  segment_record record;
+  bool drops = false;      ///< rows of it
+  bool moves = false;      ///< its rows, in place or elsewhere
+  bool elsewhere = false;  ///< in pages: others hold its pages, so its rows get new ones
+};
+
 /// Bytes of a row of a format, and of the set that rows of a head share.
 inline offset_t packed_row_bytes(const packed_format& of) {
   return value_stride(of.value_bytes()) + (of.own_bits ? bit_words(of) * 4 : 0) + of.scale_bytes();
@@ -71,13 +82,13 @@ inline index_t blocks_of(const segment_record& of) { return of.block > 0 ? ceil_
 
 namespace detail {
 
-/// Writes a segment with `rows` rows to the table, and `counted` to the number of segments.
+/// Writes a segment to the table, with the rows of its first `heads` kv_heads, and `counted` to the number of segments.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
-    write_segment_entry(device_segment* to, const __grid_constant__ device_segment made, index_t kv_heads, index_t rows,
-                        index_t* count, index_t counted) {
+    write_segment_entry(device_segment* to, const __grid_constant__ device_segment made,
+                        const __grid_constant__ some_numbers rows, index_t heads, index_t* count, index_t counted) {
   if (threadIdx.x == 0) *to = made, *count = counted;
-  for (index_t h = index_t(threadIdx.x); h < kv_heads; h += Threads) made.rows[h] = rows;
+  for (index_t h = index_t(threadIdx.x); h < heads; h += Threads) made.rows[h] = rows.values[h];
 }
 
 /// Copies the vectors of one kind of a head, in words of 32 bits. All blocks of a row of the grid share the work.

@@ -23,11 +23,12 @@ namespace cuda {
 
 // Whole rows that have been packed are dropped: the others move to their memory.
 
-/// The oldest `count` rows of every head of one sequence.
+/// The oldest `count` rows of every head of one sequence, or due[head] of them.
 template <class View>
 struct oldest_rows {
   View view;
   index_t count = 0;
+  const index_t* due = nullptr;  ///< [kv_heads], on the device
 };
 
 namespace detail {
@@ -53,7 +54,8 @@ __global__ void __launch_bounds__(Threads)
   using stored = typename View::stored_type;
   constexpr int k_units = View::k_dim * int(sizeof(stored)) / 16, v_units = View::v_dim * int(sizeof(stored)) / 16;
   const View& view = list.problems[blockIdx.y].view;
-  const index_t head = index_t(blockIdx.x), count = list.problems[blockIdx.y].count;
+  const oldest_rows<View>& oldest = list.problems[blockIdx.y];
+  const index_t head = index_t(blockIdx.x), count = oldest.due ? oldest.due[head] : oldest.count;
   index_t* lengths = const_cast<index_t*>(view.lengths);
   const index_t left = lengths[head] - count;
   move_rows_down<Threads>(left, count, k_units, [&](index_t i) { return view.key(0, head, i); });
@@ -153,7 +155,9 @@ template <class View>
 struct packing_plan {
   sequence_layers owners, ended;                    // owners with rows that are due; owners whose prompts end
   host_vector<kept_bound> left;                     // of the whole rows, by owner
-  host_vector<index_t> due;                         // rows
+  host_vector<index_t> due;                         // rows of the longest head
+  host_vector<host_vector<index_t>> by_head;        // the same of each head, where they are packed apart; else empty
+  host_vector<bases_and_sets> apart;                // by owner, of new segments of heads that are packed apart
   host_vector<bool> begins;                         // segments of their own, or they join the last one
   host_vector<host_vector<rows_before>> originals;  // by owner: copies of rows that join a segment
   bool prompt_ends = false, cuts = false;           // cuts: rows that begin segments are cut into several
@@ -163,6 +167,7 @@ struct packing_plan {
   host_vector<joining_rows> joining;
   host_vector<encode_problem<View>> problems;
   host_vector<oldest_rows<typename View::whole_type>> oldest;
+  bool is_apart(std::size_t i) const { return !by_head[i].empty(); }
   void make_room() {
     joining.reserve(new_spans.size() + owners.size()), problems.reserve(new_spans.size() + owners.size());
     oldest.reserve(owners.size());

@@ -1,0 +1,186 @@
+// What is packed of whole rows on the device: how it is planned, and carried out by head where heads differ.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "../../../../../core/host/host_vector.hpp"
+#include "choices/noted_choices.cuh"
+#include "segment_maker.cuh"
+#include "segment_searches.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// A store of packed rows with what makes its segments, and the plans of what is packed: all heads alike, or each
+/// apart.
+template <packing_layout Layout>
+class planned_packing : public noted_choices<Layout> {
+  using base = noted_choices<Layout>;
+
+ public:
+  using typename base::view_type;
+
+  planned_packing(index_t layers, index_t sequences, index_t kv_heads, index_t tokens, offset_t rows,
+                  const column_set& with, const typename Layout::placement_type& where, const Layout& layout,
+                  const layer_roles& roles)
+      : base(layers, sequences, kv_heads, tokens, rows, with, where, layout, roles),
+        searches_(layout.rows, packed_.formats(), packing_.count, sequences, kv_heads, packed_.max_segments()),
+        maker_(layout, packed_.formats(), with.mean_block, packing_.count, sequences, kv_heads, tokens) {}
+
+  segment_searches<Layout, view_type>& searches() { return searches_; }
+  const segment_searches<Layout, view_type>& searches() const { return searches_; }
+
+ protected:
+  using base::heads_, base::layout_, base::packed_, base::packed_owner, base::packing_, base::view, base::whole_;
+  using typename base::due_part;
+  using packing_plan = cuda::packing_plan<view_type>;
+
+  /// Adds an owner's rows that are due to a plan.
+  void plan_owner(packing_plan& made, sequence_layer owner, packing_moment when, index_t prompt, cudaStream_t stream) {
+    const due_part part = this->due(owner, when, prompt);
+    if (part.rows == 0) return;
+    const host_vector<index_t> by_head = this->due_by_head(owner, when);
+    if (!by_head.empty())
+      return plan_rows(made, owner, part, by_head, this->left_of(whole_.held_by_head(owner), by_head), nullptr, stream);
+    const index_t left = whole_.bound(owner).longest - part.rows;
+    plan_rows(made, owner, part, {}, {{left, offset_t(heads_) * left}, {}}, nullptr, stream);
+  }
+  /// The same for what a choice leaves.
+  void plan_choice(packing_plan& made, noted_choice& choice, index_t prompt, cudaStream_t stream) {
+    const index_t* const whole = choice.whole(heads_);
+    for (index_t h = 0; h < heads_; ++h) choice.due[std::size_t(h)] = layout_.rows.tail.packed_after_prompt(whole[h]);
+    const due_part part = this->due(choice.owner, *std::max_element(choice.due.begin(), choice.due.end()),
+                                    packing_moment::prompt_end, prompt);
+    if (part.rows == 0) choice.due.assign(std::size_t(heads_), 0);
+    plan_rows(made, choice.owner, part, choice.due, this->left_of({whole, whole + heads_}, choice.due), &choice,
+              stream);
+  }
+  /// `by_head`: due rows, where heads are packed apart; `left`: bounds of the rows that stay whole.
+  void plan_rows(packing_plan& made, sequence_layer owner, const due_part& part, const host_vector<index_t>& by_head,
+                 const kept_bound& left, noted_choice* choice, cudaStream_t stream) {
+    const sequence_layer packed = packed_owner(owner);
+    const auto& held = packed_.segments(packed);
+    const index_t due = part.rows;
+    const bool begins = part.begins(), cuts = begins && made.cuts;
+    if (begins || (due > 0 && !searches_.joins(packed, held)))
+      packed_.require_segments(index_t(held.size()) + layout_.rows.segments_of(due, cuts));
+    if (this->drops(owner))
+      this->require_rows(owner, choice, by_head.empty() ? host_vector<index_t>(std::size_t(heads_), due) : by_head,
+                         begins);
+    if (choice && choice->drops_packed) packed_.plan_keep(packed, choice->counts.data(), choice->segments);
+    made.owners.push_back(owner);
+    made.left.push_back(left);
+    made.due.push_back(due), made.by_head.push_back(by_head), made.begins.push_back(begins);
+    made.originals.push_back(begins ? host_vector<rows_before>{} : searches_.blocks_for(packed, due));
+    packed_.make_room(packed, std::size_t(layout_.rows.segments_of(due, cuts)));
+    made.apart.push_back({});
+    if (begins && by_head.empty()) {
+      add_spans(made.new_spans, view(owner), owner.layer, due, cuts);
+    } else if (begins) {
+      host_vector<segment_span<view_type>> spans;
+      add_spans(spans, this->due_side_by_side(owner, choice, by_head, due, stream), owner.layer, due, cuts);
+      made.apart.back() = maker_.memory_for(spans.size());
+      maker_.find_bases(spans, made.apart.back(), stream);
+    }
+  }
+  /// Packs what is due of one owner whose heads differ, after a choice has been carried out.
+  void commit_by_head(packing_plan& made, std::size_t i, cudaStream_t stream) {
+    const sequence_layer owner = made.owners[i], packed = packed_owner(owner);
+    const host_vector<index_t>& by_head = made.by_head[i];
+    const index_t due = made.due[i];
+    noted_choice* const choice = this->choice_of(owner);
+    const bool gathers = due > 0 && (choice || made.begins[i]);
+    const view_type rows = gathers ? this->due_side_by_side(owner, choice, by_head, due, stream) : view(owner);
+    const index_t* const due_rows = this->uploaded(owner, by_head, stream);
+    selection_view left;
+    if (choice)
+      left = this->keep_packed(*choice, stream);
+    else
+      this->add_positions(owner, due_rows, due, stream);
+    std::size_t begun = 0;
+    layout_.rows.for_each_segment(due, made.cuts && made.begins[i], [&](index_t first, index_t count) {
+      if (made.begins[i]) {
+        const segment_span<view_type> span{rows, owner.layer, first, count};
+        packed_.begin_segment(packed, maker_.begin(made.apart[i], begun++, span, packed, stream), stream);
+      }
+      packed_.grew_by_head(
+          packed, [&](index_t h) { return std::clamp(by_head[std::size_t(h)] - first, index_t(0), count); }, stream);
+      made.problems.clear();
+      made.problems.push_back({rows, first, count, due_rows, index_t(packed_.segments(packed).size()) - 1});
+      maker_.encode(made.problems, stream);
+    });
+    if (choice) return whole_.keep(owner, {left, std::move(made.left[i])}, stream);
+    made.oldest.push_back({whole_.view(owner), due, due_rows});
+    whole_.dropped(owner, made.left[i], *std::min_element(by_head.begin(), by_head.end()));
+  }
+  /// Plans memory for all rows of a plan, in the formats that have been found.
+  void plan_memory(const packing_plan& made) {
+    std::size_t begun = 0;
+    for (std::size_t i = 0; i < made.owners.size(); ++i) {
+      const sequence_layer packed = packed_owner(made.owners[i]);
+      if (made.is_apart(i)) {
+        plan_memory_by_head(made, i, packed);
+        continue;
+      }
+      const auto& held = packed_.segments(packed);
+      layout_.rows.for_each_segment(made.due[i], made.cuts && made.begins[i], [&](index_t, index_t count) {
+        if (made.begins[i])
+          packed_.plan_rows(packed, maker_.record(made.memory, begun++), true, count);
+        else
+          packed_.plan_rows(packed, searches_.like(packed, held), !searches_.joins(packed, held), count);
+      });
+    }
+  }
+  void plan_memory_by_head(const packing_plan& made, std::size_t i, sequence_layer packed) {
+    const noted_choice* const choice = this->choice_of(made.owners[i]);
+    const auto& held = packed_.segments(packed);
+    std::size_t begun = 0;
+    layout_.rows.for_each_segment(made.due[i], made.cuts && made.begins[i], [&](index_t first, index_t count) {
+      const auto added = [&](index_t h) {
+        return std::clamp(made.by_head[i][std::size_t(h)] - first, index_t(0), count);
+      };
+      if (made.begins[i]) return packed_.plan_rows_by_head(maker_.record(made.apart[i], begun++), nullptr, true, added);
+      const bool keeps = choice && choice->drops_packed;
+      const index_t* const rows = choice ? choice->counts.data() + (held.size() - 1) * std::size_t(heads_)
+                                         : packed_.rows_by_head(packed, held.back());
+      packed_.plan_rows_by_head(keeps ? choice->segments.back().record : held.back(), rows, false, added);
+    });
+  }
+  /// Plans memory of new segments. Returns whether there is enough.
+  bool plan_new_segments(const host_vector<segment_span<view_type>>& spans, const bases_and_sets& memory,
+                         sequence_layer packed) {
+    packed_.forget_plan();
+    try {
+      for (std::size_t i = 0; i < spans.size(); ++i)
+        packed_.plan_rows(packed, maker_.record(memory, i), true, spans[i].count);
+    } catch (const error&) {
+      packed_.forget_plan();
+      return false;
+    } catch (...) {
+      packed_.forget_plan();
+      throw;
+    }
+    return true;
+  }
+
+  void add_spans(host_vector<segment_span<view_type>>& to, const view_type& rows, index_t layer, index_t due,
+                 bool cuts) const {
+    layout_.rows.for_each_segment(due, cuts,
+                                  [&](index_t first, index_t count) { to.push_back({rows, layer, first, count}); });
+  }
+  /// Packs whole rows into segments, all rows of the plan in one go.
+  void encode(packing_plan& made, cudaStream_t stream) {
+    made.problems.clear();
+    for (const joining_rows& rows : made.joining)
+      made.problems.push_back({view(rows.owner), rows.first, rows.count, nullptr, rows.segment});
+    maker_.encode(made.problems, stream);
+    searches_.noted(made.problems, made.joining, packing_, stream);
+  }
+
+  segment_searches<Layout, view_type> searches_;
+  segment_maker<Layout, view_type> maker_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
