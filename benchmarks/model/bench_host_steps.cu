@@ -1,8 +1,8 @@
-// What a decode step of a batch costs the host, of Llama-3.1-8B's shape: the calls before a recorded step is launched. bf16.
+// What a decode step of a batch costs the host, of Llama-3.1-8B's shape: with a step that is recorded and replayed, and without. bf16.
 //
-//   bench_host_steps [SEQUENCES] [PROMPT] [LAYERS] [STEPS]        64, 1024, 32 and 512 unless given
+//   bench_host_steps [SEQUENCES] [PROMPT] [LAYERS] [STEPS]        64, 1024, 32 and 512 unless given; at most 1,024 and 2,048
 //
-// prepare   prepare_step: lengths, pages that rows need, tables; median, mean and most
+// prepare   prepare_step, all that a recorded step asks of the host beside its launch: lengths, pages that rows need, tables; median, mean and most
 // record    the calls of a step that is not recorded: begin_step and decode of every layer, until the host has them back
 #include <algorithm>
 #include <chrono>
@@ -85,8 +85,9 @@ void measure(const char* name, Method method, index_t sequences, index_t prompt,
 
 int main(int argc, char** argv) try {
   const auto number = [&](int at, int otherwise) { return argc > at ? std::max(1, std::atoi(argv[at])) : otherwise; };
-  const index_t sequences = number(1, 64), prompt = std::min<index_t>(number(2, 1024), cache_bench::chunk_tokens),
-                layers = number(3, 32), steps = number(4, 512);
+  const index_t sequences = std::min<index_t>(number(1, 64), 1024),
+                prompt = std::min<index_t>(number(2, 1024), cache_bench::chunk_tokens), layers = number(3, 32),
+                steps = number(4, 512);
   std::printf("%d sequences, prompts of %d tokens, %d layers, %d steps; host us a step\n", int(sequences), int(prompt),
               int(layers), int(steps));
   measure("full", full<bf16, dim>{}, sequences, prompt, layers, steps);

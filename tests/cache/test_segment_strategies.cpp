@@ -218,6 +218,29 @@ TEST_CASE("tokens behind a basis of few rows wait for one of their own, where st
   CHECK(now.held.view(0, now.id).segments->back()->basis == (*now.held.view(0, now.id).segments)[3]->basis);
 }
 
+TEST_CASE("rows behind a search that ends late join the basis that it has found") {
+  mosaic recipe = searching();
+  recipe.layout.rows.segment = 512;
+  recipe.layout.rows.strategy.least_segment = 512;
+  conversation<> now(recipe, 512);
+  const auto worker = std::make_shared<at_once>();
+  now.held.search_on(worker);
+  while (now.tokens < 2000 && worker->held.empty()) now.step();
+  REQUIRE(worker->held.size() == 1);
+  for (int i = 0; i < 70; ++i) now.step();  // these join the old basis
+  worker->publish();
+  now.step();
+  const auto view = now.held.view(0, now.id);
+  REQUIRE(view.segments->size() == 3);
+  CHECK((*view.segments)[1]->basis != (*view.segments)[0]->basis);
+  CHECK((*view.segments)[2]->basis == (*view.segments)[0]->basis);
+  for (int i = 0; i < 200; ++i) {
+    now.step();
+    REQUIRE(now.parts(0).back() < 64);
+  }
+  CHECK(now.held.view(0, now.id).segments->back()->basis == (*now.held.view(0, now.id).segments)[1]->basis);
+}
+
 TEST_CASE(
     "where the thread is stopped in the middle of a segment, the cache goes on with the old strategy and says so") {
   conversation<> now(searching());

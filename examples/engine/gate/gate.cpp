@@ -13,7 +13,7 @@
 namespace engine {
 namespace {
 
-// One head's numbers in place: norm(x + bias).
+// One head's numbers: out = norm(x + bias).
 void norm(const float* x, const float* bias, const std::vector<float>& weight, std::array<float, gate_width>& out) {
   float squares = 0;
   for (std::size_t d = 0; d < gate_width; ++d) {
@@ -92,8 +92,8 @@ void gate_scores(tessera::cpu::executor& executor, const llama_config& config, c
 }
 
 void require_gate(bool takes_scores, bool has_gate) {
-  tessera::require(!takes_scores || has_gate, "the model's folder", "without gate.safetensors",
-                   "a gate, as the method takes its scores from one",
+  tessera::require(!takes_scores || has_gate, "the model", "without a gate",
+                   "a folder of safetensors with gate.safetensors in it, as the method takes its scores from a gate",
                    "train one (examples/model/training/train_gate.py), or choose another method");
 }
 

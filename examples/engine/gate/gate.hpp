@@ -29,7 +29,7 @@ struct gate_layer {
 };
 
 /// The gates of a model's layers.
-/// Returns  nothing where the model's folder has no gate.safetensors.
+/// Returns  nothing where the model's folder has no gate.safetensors, or where the model is a GGUF file.
 /// Errors   a file that is none, or tensors of another model: tessera::error.
 std::optional<std::vector<gate_layer>> load_gate(const std::filesystem::path& model, const llama_config& config);
 

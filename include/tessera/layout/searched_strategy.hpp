@@ -12,8 +12,9 @@ enum class strategy_choice { fixed, searched };
 /// A segment that begins with its rows, as a prompt's do, is searched before they are packed (runtime/strategy.hpp).
 /// The recipe's own channels, group and block count for none then.
 ///
-/// Decoded tokens join the open segment tail by tail, packed by the strategy of the segment before it. What packing
-/// leaves out of each token, its loss, is summed. The segment ends in one of two cases:
+/// Decoded tokens wait for a basis of their own where the last one is of few rows (layout/packed_rows.hpp), and are
+/// searched with it. Else they join the open segment tail by tail, packed by the strategy of the segment before it.
+/// What packing leaves out of each token, its loss, is summed. The segment ends in one of two cases:
 ///   - it has at least `least_segment` tokens, and their loss has reached `segment_loss` or, where that is 0, the loss
 ///     of `reference` tokens of the segment before it;
 ///   - it holds as many tokens as a segment may.

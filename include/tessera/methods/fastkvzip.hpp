@@ -13,7 +13,7 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Keeps the tokens that a gate scores highest, the first `sinks` (4) and the newest `recent` (32), with TANGRAM's
+/// Keeps the newest `recent` (32) tokens, the first `sinks` (4), and those that a gate scores highest, with TANGRAM's
 /// budgets: a prompt is compressed chunk by chunk, and each head keeps its calibrated share.
 /// Needs    the engine to compute the gate, from the hidden states that enter a layer's attention, and to hand its
 ///          scores over: `cache::set_scores`. For the example model it is `gate.safetensors` (examples/model).

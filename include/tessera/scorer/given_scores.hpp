@@ -8,7 +8,7 @@
 TESSERA_NAMESPACE_BEGIN
 
 /// Ranks tokens by the scores that the engine sets (`set_scores` of a cache), higher ones first. The newest `recent`
-/// tokens are always kept; the first `sinks` slots come before all others. A NaN ranks last.
+/// tokens are always kept; the first `sinks` slots come before all others but these. A NaN ranks last.
 /// Shapes   scores [kv_heads, tokens], fp32, stored beside the tokens and compacted with them.   Unit: token.
 /// Errors   sinks or recent out of range, recent above the budget: tessera::error.
 /// Cost     4 bytes a stored token and kv_head; none that depends on queries.
@@ -33,7 +33,7 @@ struct given_scores {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("sinks", self.sinks, value_range{0, max_tokens}, "first tokens that are always kept");
+    visit("sinks", self.sinks, value_range{0, max_tokens}, "first tokens that come before all but the newest");
     visit("recent", self.recent, value_range{0, max_tokens}, "newest tokens that are always kept");
   }
 };

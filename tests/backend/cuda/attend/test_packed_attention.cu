@@ -138,25 +138,25 @@ TEST_CASE("a chunk of many queries attends to packed rows that are turned back, 
   for (const auto element : {as_bf16, as_fp8, as_int4}) {
     for (const index_t tokens : {1, 40, 200}) {
       packed_step<bf16, 128> step(2, three_segments(element), {3}, {tokens + 9}, tokens, 4);
-      step.check_prompt(64, 33, 1.2e-2);
-      step.check_prompt(1024, 1024, 1.2e-2);
+      step.check_prompt(64, 33, 1.6e-2);
+      step.check_prompt(1024, 1024, 1.6e-2);
     }
   }
   packed_step<bf16, 128> ruled(1, three_segments(as_bf16), {2}, {70}, 64, 3);
   buffer<float> sinks(normal<float>(3));
   ruled.rule.soft_cap = 5, ruled.rule.scale = 0.2f, ruled.rule.sink_logits = sinks.data;
-  ruled.check_prompt(128, 20, 1.2e-2);
+  ruled.check_prompt(128, 20, 1.6e-2);
   ruled.rule.sliding_window = 90;
-  ruled.check_prompt(128, 64, 1.2e-2);
+  ruled.check_prompt(128, 64, 1.6e-2);
   packed_step<fp16, 64> small(2, {{format_of(as_fp16, 48, 1, 16), format_of(as_fp16, 48, 1, 16), 4, 50}}, {1}, {33}, 30,
                               1);
   small.check_prompt(32, 7, 2e-3);
   packed_step<bf16, 128, 64> uneven(1, {{format_of(as_bf16, 90, 1, 25), format_of(as_int4, 50, 2, 12), 8, 100}}, {1},
                                     {20}, 17, 2);
-  uneven.check_prompt(64, 8, 1.2e-2);
+  uneven.check_prompt(64, 8, 1.6e-2);
   packed_step<bf16, 96> think(2, {{format_of(as_bf16, 96, 1, 58, false), format_of(as_bf16, 96, 1, 96), 0, 130, false}},
                               {1}, {32}, 16, 4);
-  think.check_prompt(64, 16, 1.2e-2);
+  think.check_prompt(64, 16, 1.6e-2);
 }
 
 TEST_CASE("packed attention with all channels is dense attention") {

@@ -249,7 +249,7 @@ class kv_store<Layout> {
     const row_lists due = rows_to_pack(layout_.rows.tail, stored.packed, stored.whole, retained, when);
     index_t longest = 0;
     for (const auto& list : due) longest = (std::max)(longest, index_t(list.size()));
-    const due_rows fate = layout_.rows.fate(so_far(stored), longest, when, stored.prompt_tokens);
+    const due_rows fate = layout_.rows.fate(so_far(owner), longest, when, stored.prompt_tokens);
     if (longest == 0 || fate == due_rows::stay_whole) {
       if (prompt_ends) stored.pending->emplace().prompt_ended = true;
       return;
@@ -375,15 +375,16 @@ class kv_store<Layout> {
     scratch<selection> retained_rows;  // whole rows that `keep` keeps
   };
 
-  packed_so_far so_far(const stored_tokens& stored) const {
+  packed_so_far so_far(sequence_layer owner) const {
+    const stored_tokens& stored = stored_[owner];
     if (stored.segments.empty()) return {};
     const auto longest = [](const auto& lengths) { return *std::max_element(lengths.begin(), lengths.end()); };
     // Where tokens have been dropped, a segment's length says nothing of its basis: rows join.
     const bool drops = stored.beside.positions() != nullptr;
     index_t last = drops ? layout_.rows.lasting_basis_rows() : 0;
-    const auto& basis = stored.segments.back()->basis;  // segments that share a basis stand together
-    for (auto it = stored.segments.rbegin(); !drops && it != stored.segments.rend() && (*it)->basis == basis; ++it)
-      last += longest((*it)->lengths);
+    const auto& basis = searches_.like(owner, stored.segments).basis;
+    for (const segment_pointer& segment : stored.segments)
+      last += !drops && segment->basis == basis ? longest(segment->lengths) : 0;
     return {(std::max)(1, longest(stored.packed)), last};
   }
   sequence_major order_;

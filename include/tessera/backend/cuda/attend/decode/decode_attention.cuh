@@ -89,9 +89,9 @@ class decode_attention {
                   stream, "launch of decode attention", problem, scratch);
   }
 
-  /// Splits the rows among the blocks by the problem's present lengths, in one small launch. Later runs with this
-  /// workspace use the split whatever their lengths. Call it when a prompt has ended, and when sequences were added or
-  /// removed. It need not be called while answers grow.
+  /// Splits the rows among the blocks by the problem's present lengths and by `rule`, in one small launch. Later runs
+  /// with this workspace use the split whatever their lengths. Call it when a prompt has ended, and when sequences were
+  /// added or removed. It need not be called while answers grow.
   void split(const problem_type& problem, void* workspace, cudaStream_t stream,
              split_rule rule = split_rule::shortest) const requires(Split == decode_split::ahead) {
     check_problem(problem);

@@ -153,24 +153,29 @@ class prompt_turn {
   void keep_and_pack(const sequence_layers& waiting, const planned<Recipe>& policies, bool due, const ReachOf& reach_of,
                      cudaStream_t stream) {
     parts_.store.forget_choices();
-    sequence_layers owners;
-    index_t prompt = 0;
-    for (const sequence_layer owner : waiting) {
-      if (!parts_.roles.follows_recipe(owner.layer)) continue;
-      owners.push_back(owner);
-      const prompt_reach reach = reach_of(owner.layer);
-      const token_bound held = parts_.store.bound(owner);
-      prompt = reach.prompt_tokens();
-      kept_slots kept{{}, {held, {}}};  // everything
-      if (due && !parts_.first.keeps_everything(owner, held, policies)) {
-        const index_t* next = set_number(parts_.chunk_position.data(), reach.end, stream);
-        kept = chosen(owner, policies, reach, next, 0, stream);
+    try {
+      sequence_layers owners;
+      index_t prompt = 0;
+      for (const sequence_layer owner : waiting) {
+        if (!parts_.roles.follows_recipe(owner.layer)) continue;
+        owners.push_back(owner);
+        const prompt_reach reach = reach_of(owner.layer);
+        const token_bound held = parts_.store.bound(owner);
+        prompt = reach.prompt_tokens();
+        kept_slots kept{{}, {held, {}}};  // everything
+        if (due && !parts_.first.keeps_everything(owner, held, policies)) {
+          const index_t* next = set_number(parts_.chunk_position.data(), reach.end, stream);
+          kept = chosen(owner, policies, reach, next, 0, stream);
+        }
+        parts_.store.note_choice(owner, kept, stream);
       }
-      parts_.store.note_choice(owner, kept, stream);
+      parts_.plan_beside_step(
+          parts_.store,  // the last call that can throw
+          [&] { parts_.store.plan_packing(owners, packing_moment::prompt_end, prompt, stream); }, stream);
+    } catch (...) {
+      parts_.store.forget_choices();
+      throw;
     }
-    parts_.plan_beside_step(
-        parts_.store,  // the last call that can throw
-        [&] { parts_.store.plan_packing(owners, packing_moment::prompt_end, prompt, stream); }, stream);
     parts_.hold_for_saves(stream);  // forks may read rows that move
     parts_.store.commit_packing(stream);
   }

@@ -21,7 +21,8 @@ namespace cuda {
 /// would launch the packing for all of them in every layer.
 /// Memory   whole rows as in a kv_store; segments in pages of the same pool, or, in planes, of every (layer, sequence)
 ///          for `tokens` tokens; and bases when segments begin: 4 * channels * dim bytes for K and V of a head.
-/// Errors   when made, what the device does not pack; later, a second moment with NaN or infinity: tessera::error.
+/// Errors   when made, what the device does not pack; later, a second moment with NaN or infinity, and where rows are
+///          dropped, segments whose longest heads have more than `tokens` rows together: tessera::error.
 template <packing_layout Layout>
 class kv_store<Layout> : public planned_packing<Layout> {
   using rows_type = typename Layout::rows_type;

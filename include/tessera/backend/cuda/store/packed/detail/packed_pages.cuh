@@ -17,7 +17,8 @@ namespace cuda {
 /// both parts one after the other where these are equally long, else in the parts of keys.
 ///
 /// A segment has lists of pages, and tables of them on the device. Several segments may hold a page; who appends to a
-/// shared page gets a copy first. `plan` acquires everything that `grow` will need, so that `grow` cannot fail.
+/// shared page gets a copy first, which may be any page behind the shortest head's rows. `plan` acquires everything
+/// that `grow` will need, so that `grow` cannot fail.
 template <class Rows>
 class packed_pages {
  public:
@@ -51,12 +52,15 @@ class packed_pages {
   }
 
   /// Acquires pages.   Errors   too few are free, or no memory on the host: what was planned before stays planned.
-  void plan(const segment_record& record, index_t rows) {
+  void plan(const segment_record& record, index_t rows, index_t shortest) {
     const index_t all_rows = pages_of_rows(record, record.rows + rows), all_means = pages_of_means(record, rows);
     planned made;
     made.rows.reserve((std::max)(std::size_t(all_rows), record.row_pages.size()));
     made.means.reserve((std::max)(std::size_t(all_means), record.mean_pages.size()));
-    const index_t copies = copies_row_page(record) + copies_mean_page(record);
+    const auto& held = record.row_pages;
+    const index_t row_copies = index_t(std::count_if(held.begin() + std::ptrdiff_t(first_written(record, shortest)),
+                                                     held.end(), [&](index_t page) { return is_shared(page); }));
+    const index_t copies = row_copies + copies_mean_page(record);
     const index_t more = all_rows - index_t(record.row_pages.size()) + all_means - index_t(record.mean_pages.size());
     made.spare.reserve(std::size_t(more + copies));
     planned_.reserve(planned_.size() + 1);
@@ -74,27 +78,32 @@ class packed_pages {
     for (std::size_t i = next_; i < planned_.size(); ++i) count += offset_t(planned_[i].spare.size());
     return count;
   }
-  void grow(std::size_t entry, std::size_t i, segment_record& record, index_t rows, cudaStream_t stream) {
+  void grow(std::size_t entry, std::size_t i, segment_record& record, index_t rows, index_t shortest,
+            cudaStream_t stream) {
     planned& made = planned_[next_];
-    const auto extend = [&](host_vector<index_t>& pages, host_vector<index_t>& longer, index_t wanted, bool copies) {
+    const auto extend = [&](host_vector<index_t>& pages, host_vector<index_t>& longer, index_t wanted,
+                            std::size_t written) {
       longer.assign(pages.begin(), pages.end());
       std::size_t changed = pages.size();
-      if (copies) {
-        --changed;
+      for (std::size_t page = pages.size(); page-- > written;) {
+        if (!is_shared(longer[page])) continue;
+        changed = page;
         const index_t target = pop(made.spare);
-        pool_->copy_page(longer.back(), target, stream);
-        pool_->release_page(longer.back());
-        longer.back() = target;
+        pool_->copy_page(longer[page], target, stream);
+        pool_->release_page(longer[page]);
+        longer[page] = target;
       }
       while (index_t(longer.size()) < wanted) longer.push_back(pop(made.spare));
       std::swap(pages, longer);
       return changed;
     };
-    const bool copies_row = copies_row_page(record), copies_mean = copies_mean_page(record);
+    const std::size_t rows_written = first_written(record, shortest),
+                      means_written = record.mean_pages.size() - std::size_t(copies_mean_page(record));
     const index_t all_rows = pages_of_rows(record, record.rows + rows), all_means = pages_of_means(record, rows);
-    write_rows(entry, i, record, extend(record.row_pages, made.rows, all_rows, copies_row), stream);
+    write_rows(entry, i, record, extend(record.row_pages, made.rows, all_rows, rows_written), stream);
     const std::size_t parts_before = mean_parts_of(record, 0);
-    const std::size_t changed = extend(record.mean_pages, made.means, all_means, copies_mean) * std::size_t(mean_parts);
+    const std::size_t changed =
+        extend(record.mean_pages, made.means, all_means, means_written) * std::size_t(mean_parts);
     write_means(entry, i, record, (std::min)(parts_before, changed), mean_parts_of(record, rows), stream);
     release(made.spare);
     ++next_;
@@ -109,8 +118,7 @@ class packed_pages {
   void plan_keep(kept_segment& kept) {
     host_vector<index_t>& pages = kept.record.row_pages;
     const std::size_t wanted = std::size_t(pages_of_rows(kept.record, kept.record.rows));
-    const bool shared =
-        std::any_of(pages.begin(), pages.end(), [&](index_t page) { return pool_->counted().is_shared(page); });
+    const bool shared = std::any_of(pages.begin(), pages.end(), [&](index_t page) { return is_shared(page); });
     if (!shared) return pages.resize(wanted);
     host_vector<index_t> fresh;
     fresh.reserve(wanted);
@@ -209,13 +217,15 @@ class packed_pages {
     if (record.block == 0) return 0;
     return std::size_t(ceil_div(ceil_div(record.rows + more_rows, record.block), means_in_part(record)));
   }
-  /// Whether the last page, which others hold too, has room for more.
-  bool copies_row_page(const segment_record& record) const {
-    return record.rows % rows_in_page(record) != 0 && pool_->counted().is_shared(record.row_pages.back());
+  bool is_shared(index_t page) const { return pool_->counted().is_shared(page); }
+  /// The first page that more rows are written to: each head's lie behind its own.
+  std::size_t first_written(const segment_record& record, index_t shortest) const {
+    return (std::min)(record.row_pages.size(), std::size_t(shortest / rows_in_page(record)));
   }
+  /// Whether the last page of means, which others hold too, has room for more.
   bool copies_mean_page(const segment_record& record) const {
     return record.block > 0 && blocks_of(record) % (mean_parts * means_in_part(record)) != 0 &&
-           pool_->counted().is_shared(record.mean_pages.back());
+           is_shared(record.mean_pages.back());
   }
   static index_t pop(host_vector<index_t>& pages) {
     const index_t page = pages.back();

@@ -11,19 +11,20 @@ namespace cuda {
 
 /// An entry is a (layer, sequence). Its rows lie one behind the other in planes with room for `tokens` of every
 /// kv_head, and segments are windows of them, so the last one grows within its window. Means lie likewise: a segment
-/// begins with a new block. Heads of an entry are equally long. Windows have room for the longest rows, so a segment
+/// begins with a new block. Windows have room for the longest rows, so a segment
 /// that is packed anew fits into its window.
 /// Memory   all of it when made.
 ///
 /// Members of a memory of packed rows, this one and packed_pages:
 ///   use(pool)                          called when made, copied or moved: pages come from this pool of whole rows
 ///   point(segment, entry, i, record)   sets where the rows and means of an entry's i-th segment lie
-///   plan(record, rows), forget()       what `grow` will need for so many more rows; errors: too little memory
+///   plan(record, rows, shortest), forget()   what `grow` will need for so many more rows of a segment whose
+///                                      shortest head has `shortest`; errors: too little memory
 ///   check_pool(bytes)                  errors: a pool that is too large
 ///   pool_rows(formats, entries, kv_heads, tokens, segments)   whole rows of a pool's pages that suffice
 ///   planned_pages()                    pages that are planned
-///   grow(entry, i, record, rows, stream)   gives a segment memory for more rows, which it does not count yet; calls
-///                                      come in the order of those of `plan`
+///   grow(entry, i, record, rows, shortest, stream)   gives a segment memory for more rows, which it does not count
+///                                      yet; calls come in the order of those of `plan`
 ///   write_tables(entry, i, record, stream)   called when a segment's number has changed
 ///   moves_with_first_row               whether rows lie elsewhere when rows of segments before are dropped
 ///   plan_keep(kept), forget(kept)      where what stays of a segment will lie; errors: too little memory
@@ -56,10 +57,10 @@ class packed_planes {
   // All memory is there: nothing is planned, and nothing is released.
   template <class Pool>
   void use(Pool&) {}
-  void plan(const segment_record&, index_t) {}
+  void plan(const segment_record&, index_t, index_t) {}
   void forget() {}
   static constexpr offset_t planned_pages() { return 0; }
-  void grow(std::size_t, std::size_t, segment_record&, index_t, cudaStream_t) {}
+  void grow(std::size_t, std::size_t, segment_record&, index_t, index_t, cudaStream_t) {}
   void write_tables(std::size_t, std::size_t, const segment_record&, cudaStream_t) const {}
   static constexpr bool moves_with_first_row = true;
   void plan_keep(kept_segment&) {}

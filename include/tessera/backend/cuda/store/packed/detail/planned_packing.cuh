@@ -32,9 +32,46 @@ class planned_packing : public noted_choices<Layout> {
   const segment_searches<Layout, view_type>& searches() const { return searches_; }
 
  protected:
-  using base::heads_, base::layout_, base::packed_, base::packed_owner, base::packing_, base::view, base::whole_;
-  using typename base::due_part;
+  using base::heads_, base::layout_, base::packed_, base::packed_owner, base::packing_, base::packs, base::view,
+      base::whole_, base::with_;
   using packing_plan = cuda::packing_plan<view_type>;
+
+  /// Whole rows of an entry that its tail packs in a turn with a prompt of `prompt` tokens, and what becomes of them.
+  struct due_part {
+    index_t rows = 0;
+    due_rows fate = due_rows::stay_whole;
+    bool begins() const { return fate == due_rows::begin_segments; }
+  };
+  due_part due(sequence_layer owner, packing_moment when, index_t prompt) const {
+    if (!packs(owner.layer)) return {};
+    const index_t whole = whole_.bound(owner).longest;
+    const auto& tail = layout_.rows.tail;
+    const index_t all =
+        when == packing_moment::step_end ? tail.packed_after_step(whole) : tail.packed_after_prompt(whole);
+    return due(owner, all, when, prompt);
+  }
+  /// The same of `all` rows of the longest head.
+  due_part due(sequence_layer owner, index_t all, packing_moment when, index_t prompt) const {
+    const auto& rows = layout_.rows;
+    const sequence_layer packed = packed_owner(owner);
+    const auto& segments = packed_.segments(packed);
+    packed_so_far before;
+    if (!segments.empty()) {
+      const segment_record& joined = searches_.like(packed, segments);
+      before = {(std::max)(1, packed_.rows(packed)), 0};
+      for (const segment_record& one : segments) {
+        if (&one == &joined || (joined.k_basis && one.k_basis == joined.k_basis)) before.in_last_basis += one.rows;
+      }
+      // Where tokens have been dropped, a segment's length says nothing of its basis: rows join.
+      if (packed_.is_scattered(packed)) before.in_last_basis = rows.lasting_basis_rows();
+    }
+    due_rows fate = rows.fate(before, all, when, prompt);
+    if (all == 0 || fate == due_rows::stay_whole) return {};
+    // A conversation that drops tokens may have had more of them than there is room for: it goes on in its last basis.
+    const offset_t wanted = offset_t(segments.size()) + rows.segments_of(all, when != packing_moment::step_end);
+    if (with_.drops && !segments.empty() && wanted > packed_.max_segments()) fate = due_rows::join_last_segment;
+    return {all, fate};
+  }
 
   /// Adds an owner's rows that are due to a plan.
   void plan_owner(packing_plan& made, sequence_layer owner, packing_moment when, index_t prompt, cudaStream_t stream) {

@@ -41,11 +41,12 @@ class segment_store : public segment_table<Memory> {
   /// Plans `rows` more rows of the last segment, or, without one or where `begins`, of a new segment in the formats of
   /// `like`.   Errors   too little memory: tessera::error, and nothing has changed.
   void plan_rows(sequence_layer owner, const segment_record& like, bool begins, index_t rows) {
-    auto& all = records_[order_.index(owner)];
+    const std::size_t entry = order_.index(owner);
+    auto& all = records_[entry];
     if (begins || all.empty())
-      memory_.plan(like.without_rows(), rows);
+      memory_.plan(like.without_rows(), rows, 0);
     else
-      memory_.plan(all.back(), rows);
+      memory_.plan(all.back(), rows, shortest_of(host_rows_.data() + first_of(entry, all.back())));
   }
   void forget_plan() {
     memory_.forget();
@@ -69,7 +70,7 @@ class segment_store : public segment_table<Memory> {
     segment_record begun = behind(owner, std::move(record), unseen);
     const std::size_t entry = order_.index(owner), i = records_[entry].size() + unseen.size();
     set_rows(entry, begun, 0);
-    memory_.grow(entry, i, begun, rows, stream);
+    memory_.grow(entry, i, begun, rows, 0, stream);
     write_entry(entry, i, begun, records_[entry].size(), stream);
     return begun;
   }
@@ -97,8 +98,8 @@ class segment_store : public segment_table<Memory> {
     forget_plan();
     segment_record begun = behind(owner, std::move(record), {});
     make_room(owner, 1);
-    memory_.plan(begun, longest);
-    memory_.grow(entry, segments(owner).size(), begun, longest, stream);
+    memory_.plan(begun, longest, 0);
+    memory_.grow(entry, segments(owner).size(), begun, longest, 0, stream);
     begun.rows = longest;
     add_segment(owner, std::move(begun), rows.data(), stream);
   }
@@ -108,9 +109,9 @@ class segment_store : public segment_table<Memory> {
   void grew(sequence_layer owner, index_t rows, cudaStream_t stream) {
     const std::size_t entry = order_.index(owner);
     auto& all = records_[entry];
-    memory_.grow(entry, all.size() - 1, all.back(), rows, stream);
-    all.back().rows += rows;
     index_t* const last = host_rows_.data() + first_of(entry, all.back());
+    memory_.grow(entry, all.size() - 1, all.back(), rows, shortest_of(last), stream);
+    all.back().rows += rows;
     for (index_t h = 0; h < heads_; ++h) last[h] += rows, stored(entry)[h] += rows;
   }
   /// Plans that the last segment grows by added(head) rows of each head; `last`: what it will be before. Or, where it
@@ -118,9 +119,9 @@ class segment_store : public segment_table<Memory> {
   template <class Added>
   void plan_rows_by_head(const segment_record& last, const index_t* rows, bool begins, const Added& added) {
     if (begins)
-      memory_.plan(last.without_rows(), longest_of(nullptr, added));
+      memory_.plan(last.without_rows(), longest_of(nullptr, added), 0);
     else
-      memory_.plan(last, longest_of(rows, added) - last.rows);
+      memory_.plan(last, longest_of(rows, added) - last.rows, shortest_of(rows));
   }
   /// The last segment grows by added(head) rows of each head, which were planned.
   template <class Added>
@@ -128,7 +129,8 @@ class segment_store : public segment_table<Memory> {
     const std::size_t entry = order_.index(owner);
     segment_record& last = records_[entry].back();
     index_t* const rows = host_rows_.data() + first_of(entry, last);
-    memory_.grow(entry, records_[entry].size() - 1, last, longest_of(rows, added) - last.rows, stream);
+    memory_.grow(entry, records_[entry].size() - 1, last, longest_of(rows, added) - last.rows, shortest_of(rows),
+                 stream);
     for (index_t h = 0; h < heads_; ++h) rows[h] += added(h), stored(entry)[h] += added(h);
     last.rows = *std::max_element(rows, rows + heads_);
   }
@@ -232,11 +234,11 @@ class segment_store : public segment_table<Memory> {
     for (std::size_t i = first; i < last; ++i) rows += all[i].rows;
     forget_plan();
     try {
-      memory_.plan(record, rows);
+      memory_.plan(record, rows, 0);
     } catch (...) {
       return false;
     }
-    memory_.grow(entry, first, record, rows, stream);
+    memory_.grow(entry, first, record, rows, 0, stream);
     record.rows = rows;
     set_rows(entry, record, rows);  // all heads have as many: no row was dropped
     for (std::size_t i = first; i < last; ++i) memory_.release(all[i]);
@@ -256,6 +258,7 @@ class segment_store : public segment_table<Memory> {
       base::order_, base::records_, base::scattered_, base::segment, base::set_rows, base::stored, base::take_over,
       base::write_entry;
 
+  index_t shortest_of(const index_t* rows) const { return *std::min_element(rows, rows + heads_); }
   /// The longest of rows[head] + added(head); null: of 0.
   template <class Added>
   index_t longest_of(const index_t* rows, const Added& added) const {

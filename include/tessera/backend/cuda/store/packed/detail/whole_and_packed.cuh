@@ -137,37 +137,6 @@ class whole_and_packed {
   index_t packed_rows_of(sequence_layer owner) const {
     return packs(owner.layer) ? packed_.rows(packed_owner(owner)) : 0;
   }
-  /// Whole rows of an entry that its tail packs in a turn with a prompt of `prompt` tokens, and what becomes of them.
-  struct due_part {
-    index_t rows = 0;
-    due_rows fate = due_rows::stay_whole;
-    bool begins() const { return fate == due_rows::begin_segments; }
-  };
-  due_part due(sequence_layer owner, packing_moment when, index_t prompt) const {
-    if (!packs(owner.layer)) return {};
-    const index_t whole = whole_.bound(owner).longest;
-    const auto& tail = layout_.rows.tail;
-    const index_t all =
-        when == packing_moment::step_end ? tail.packed_after_step(whole) : tail.packed_after_prompt(whole);
-    return due(owner, all, when, prompt);
-  }
-  /// The same of `all` rows of the longest head.
-  due_part due(sequence_layer owner, index_t all, packing_moment when, index_t prompt) const {
-    const auto& rows = layout_.rows;
-    const sequence_layer packing = packed_owner(owner);
-    const auto& segments = packed_.segments(packing);
-    packed_so_far packed;
-    if (!segments.empty()) packed = {(std::max)(1, packed_rows_of(owner)), segments.back().rows};
-    // Segments that share a basis stand together.
-    for (std::size_t i = segments.size();
-         i-- > 1 && segments[i].k_basis && segments[i - 1].k_basis == segments[i].k_basis;)
-      packed.in_last_basis += segments[i - 1].rows;
-    // Where tokens have been dropped, a segment's length says nothing of its basis: rows join.
-    if (!segments.empty() && packed_.is_scattered(packing)) packed.in_last_basis = rows.lasting_basis_rows();
-    const due_rows fate = rows.fate(packed, all, when, prompt);
-    return all == 0 || fate == due_rows::stay_whole ? due_part{} : due_part{all, fate};
-  }
-
   stream_beside stream_beside_;  // of the layer that is packed beside the caller's stream
   Layout layout_;
   index_t heads_, tokens_;
