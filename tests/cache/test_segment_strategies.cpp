@@ -391,21 +391,3 @@ TEST_CASE("a cache wants a thread to search on") {
   conversation<> now(searching());
   CHECK_THROWS_AS(now.held.search_on(nullptr), error);
 }
-
-TEST_CASE("searches that could find nothing that fits are refused") {
-  const auto refused = [](auto change) -> std::string {
-    mosaic recipe = searching();
-    change(recipe);
-    try {
-      cache<mosaic>({1, 2, 1}, recipe, std::make_shared<cpu::executor>(1));
-    } catch (const error& refusal) {
-      return refusal.what();
-    }
-    return "nothing was thrown";
-  };
-  CHECK_THAT(refused([](mosaic& r) { r.layout.rows.basis.truncate = 0.7f; }), contains("at most what truncate leaves"));
-  CHECK_THAT(refused([](mosaic& r) { r.layout.rows.tail.tail = 6, r.retrieve.selector.block = 3; }),
-             contains("tail is 6; expected a multiple of the smallest block that is searched"));
-  CHECK_THAT(refused([](mosaic& r) { r.layout.rows.strategy.channel_loss = 1.5f; }), contains("channel_loss is 1.5"));
-  CHECK(refused([](mosaic&) {}) == "nothing was thrown");
-}
