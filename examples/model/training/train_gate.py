@@ -8,6 +8,7 @@ Equal arguments give equal documents, and an equal gate on one machine.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import random
@@ -48,9 +49,28 @@ def document(rng, renderer, number, numbers):
     return [int(token) for token in tokens]
 
 
+def require_same_documents(args):
+    """Notes in the folder what its documents come from. Errors: documents of other arguments lie there."""
+    made_of = {"seed": args.seed, "numbers": args.numbers,
+               "model": hashlib.sha256((args.model / "model.safetensors").read_bytes()).hexdigest(),
+               "tokens": hashlib.sha256(args.tokens.read_bytes()).hexdigest()}
+    noted = args.data / "documents.json"
+    if noted.exists():
+        found = json.loads(noted.read_text())
+        others = [name for name, value in made_of.items() if found.get(name) != value]
+        if others:
+            raise SystemExit(f"documents in {args.data} are of another {' and '.join(others)}; expected the same; "
+                             "pass another folder as --data, or remove this one")
+    elif any(args.data.glob("*.safetensors")):
+        raise SystemExit(f"documents in {args.data} have no documents.json; expected it, as it says what they come from; "
+                         "pass another folder as --data, or remove this one")
+    noted.write_text(json.dumps(made_of))
+
+
 def read_documents(args):
     """Reads what is not there yet."""
     args.data.mkdir(parents=True, exist_ok=True)
+    require_same_documents(args)
     files = [args.data / f"{number:05}.safetensors" for number in range(args.documents)]
     missing = [number for number, path in enumerate(files) if not path.exists()]
     if not missing:

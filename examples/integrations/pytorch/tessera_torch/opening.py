@@ -42,8 +42,9 @@ def open_cache(cache, q, k, scaling, softcap, sinks, checks_drafts, is_last, req
         cache._sinks = torch.zeros(cache.layer_count, q_heads, device=q.device)
     path, operators = str(cache._path), cache._operators
     if operators.fact(path, "takes_scores"):
-        raise ValueError(f"method is {cache.method.name!r}; expected one that scores tokens by itself, as a cache of transformers sees no "
-                         "hidden states, from which a gate scores; take another method, or any_cache::set_scores of the C++ library")
+        name = cache.method if isinstance(cache.method, str) else "a policy of one's own"
+        raise ValueError(f"method is {name!r}; expected one that scores tokens by itself, as a cache of transformers sees no hidden "
+                         "states, from which a gate scores; take another method, or any_cache::set_scores of the C++ library")
     cache._rereads = operators.fact(path, "rereads")
     if cache._rereads and cache._repeated is None:
         raise ValueError(rereading.NO_TEXT)
