@@ -26,11 +26,11 @@ inline void require_segment_rows(offset_t rows, index_t tokens) {
 /// What a layer will keep of its rows.
 struct noted_choice {
   sequence_layer owner;
-  device_buffer<index_t> slots;  ///< [kv_heads, stride]; then what stays whole, likewise, and its counts [kv_heads]
+  device_buffer<index_t> slots{};  ///< [kv_heads, stride]; then what stays whole, likewise, and its counts [kv_heads]
   index_t stride = 0;
-  host_vector<index_t> counts;           ///< [segments + 1, kv_heads], rows of each segment, then whole rows
-  host_vector<index_t> stored;           ///< [kv_heads], packed rows before the choice
-  host_vector<index_t> packed, due;      ///< [kv_heads], packed rows that stay; whole rows that stay and are packed
+  host_vector<index_t> counts{};         ///< [segments + 1, kv_heads], rows of each segment, then whole rows
+  host_vector<index_t> stored{};         ///< [kv_heads], packed rows before the choice
+  host_vector<index_t> packed{}, due{};  ///< [kv_heads], packed rows that stay; whole rows that stay and are packed
   bool drops_packed = false;             ///< packed rows
   host_vector<kept_segment> segments{};  ///< what becomes of them then, once it is planned
 
