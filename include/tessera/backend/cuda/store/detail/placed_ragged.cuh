@@ -57,6 +57,7 @@ class placed_rows<Layout, ragged_pages> {
         pages_(where.max_pages > 0 ? where.max_pages : pages_of(rows)),
         pool_(groups_.count(), pages_),
         capacity_(std::size_t(layers) * std::size_t(sequences) * std::size_t(kv_heads)),
+        least_room_(std::size_t(layers) * std::size_t(sequences)),
         wanted_(std::size_t(sequences) * std::size_t(groups_.count())),
         written_(wanted_.size()),
         needs_(std::size_t(sequences)),
@@ -91,6 +92,8 @@ class placed_rows<Layout, ragged_pages> {
 
   /// Errors   fewer pages than the plan needs are neither owned nor promised: tessera::error.
   void plan_room(std::size_t entry, const stored_tokens& held, index_t tokens) {
+    tokens_planned_ = tokens;
+    if (has_room(entry, tokens)) return;
     for (index_t h = 0; h < heads_; ++h) {
       const index_t group = group_of(entry, h), capacity = capacity_[entry * std::size_t(heads_) + std::size_t(h)];
       const index_t wanted = groups_.pages_for(group, held.head(h) + tokens, page_);
@@ -100,18 +103,22 @@ class placed_rows<Layout, ragged_pages> {
           std::size_t((std::max)(0, ceil_div(held.head(h) + tokens, page_) - ceil_div(capacity, page_)));
     }
     require_planned();
-    tokens_planned_ = tokens;
   }
   void commit_room(std::size_t entry, const index_t*, const stored_tokens& held, cudaStream_t) {
+    if (has_room(entry, tokens_planned_)) return;
     const index_t id = id_of(entry);
+    index_t& least_room = least_room_[entry];
+    least_room = nothing;
     for (index_t h = 0; h < heads_; ++h) {
       const index_t tokens = held.head(h) + tokens_planned_, group = group_of(entry, h);
       own_pages(id, group);
       index_t& capacity = capacity_[entry * std::size_t(heads_) + std::size_t(h)];
+      const index_t blocks = ceil_div((std::max)(tokens, capacity), page_);
+      least_room = (std::min)(least_room, blocks * page_ - held.head(h));
       if (tokens <= capacity) continue;
       pool_.acquire(id, group, groups_.pages_for(group, tokens, page_));
       const auto pages = pool_.pages(id, group);
-      for (index_t i = ceil_div(capacity, page_); i < ceil_div(tokens, page_); ++i)
+      for (index_t i = ceil_div(capacity, page_); i < blocks; ++i)
         entries_.push_back({index_t(row_of(entry, h) + i), groups_.block(head_of(entry, h), i, pages)});
       capacity = tokens;
     }
@@ -132,7 +139,7 @@ class placed_rows<Layout, ragged_pages> {
     }
     entries_.clear();
   }
-  void grew(std::size_t, index_t) {}
+  void grew(std::size_t entry, index_t tokens) { least_room_[entry] -= tokens; }
 
   void plan_keep(std::size_t entry, const token_bound&, const kept_bound& kept) {
     if (!pool_.any_shared()) return;
@@ -150,6 +157,7 @@ class placed_rows<Layout, ragged_pages> {
     finish(stream);
     mover.in_place.run(problem, mover.scratch.data(), stream);
     for (index_t h = 0; h < heads_; ++h) capacity_[entry * std::size_t(heads_) + std::size_t(h)] = kept.head(h);
+    least_room_[entry] = 0;
     release_pages(entry);
   }
   void shrank(std::size_t entry, index_t, const stored_tokens& left) {
@@ -157,6 +165,7 @@ class placed_rows<Layout, ragged_pages> {
       index_t& capacity = capacity_[entry * std::size_t(heads_) + std::size_t(h)];
       capacity = (std::min)(capacity, left.head(h));
     }
+    least_room_[entry] = 0;
     release_pages(entry);
   }
   /// No page is released: they count as room for the new tokens.
@@ -167,6 +176,7 @@ class placed_rows<Layout, ragged_pages> {
   void commit_copy(std::size_t from, std::size_t to, const index_t*, const token_bound&, cudaStream_t) {
     if (from == std::size_t(id_of(from))) pool_.share(id_of(from), id_of(to));
     std::copy_n(capacity_.begin() + offset_t(from) * heads_, heads_, capacity_.begin() + offset_t(to) * heads_);
+    least_room_[to] = 0;
   }
   void copy_tables(index_t id, index_t to, cudaStream_t stream) const {
     copy_in_layers(tables_.data(), layers_, row_of(std::size_t(sequences_), 0), row_of(std::size_t(id), 0),
@@ -179,6 +189,7 @@ class placed_rows<Layout, ragged_pages> {
   }
   void clear(std::size_t entry) {
     std::fill_n(capacity_.begin() + offset_t(entry) * heads_, heads_, 0);
+    least_room_[entry] = 0;
     release_pages(entry);
     pool_.reserve(id_of(entry), 0);
   }
@@ -265,6 +276,10 @@ class placed_rows<Layout, ragged_pages> {
     return std::size_t(id) * std::size_t(groups_.count()) + std::size_t(group);
   }
 
+  /// Whether the pages of an entry's heads have room for `tokens` more: most steps need no look at its heads.
+  bool has_room(std::size_t entry, index_t tokens) const {
+    return tokens <= least_room_[entry] && !pool_.any_shared();
+  }
   /// Plans that a group of a sequence owns at least `pages` pages.
   void want(index_t id, index_t group, index_t pages) {
     const std::size_t at = place_of(id, group);
@@ -358,6 +373,7 @@ class placed_rows<Layout, ragged_pages> {
   index_t pages_;
   ragged_pool pool_;
   host_vector<index_t> capacity_;      // by entry and kv_head: tokens that its pages have room for
+  host_vector<index_t> least_room_;    // by entry: tokens that each of its heads can take in pages that it has
   host_vector<index_t> wanted_;        // by sequence and group: pages that the plan needs; 0: no more than are owned
   host_vector<page_range> written_;    // by sequence and group: pages that the plan writes to
   host_vector<sequence_needs> needs_;  // by sequence
