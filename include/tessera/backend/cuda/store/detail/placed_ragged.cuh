@@ -277,9 +277,7 @@ class placed_rows<Layout, ragged_pages> {
   }
 
   /// Whether the pages of an entry's heads have room for `tokens` more: most steps need no look at its heads.
-  bool has_room(std::size_t entry, index_t tokens) const {
-    return tokens <= least_room_[entry] && !pool_.any_shared();
-  }
+  bool has_room(std::size_t entry, index_t tokens) const { return tokens <= least_room_[entry] && !pool_.any_shared(); }
   /// Plans that a group of a sequence owns at least `pages` pages.
   void want(index_t id, index_t group, index_t pages) {
     const std::size_t at = place_of(id, group);
