@@ -1,4 +1,6 @@
 // Rung 4: an engine keeps its memory. A kv_view describes it, the low-level operations read it where it is.
+#include <algorithm>
+#include <cmath>
 #include <tessera/backend/cpu/attend/attend.hpp>
 
 #include "support/ladder.hpp"
@@ -11,23 +13,26 @@ int main() {
   const ladder::tensors first(100, q_heads, heads, dim, 1), second(37, q_heads, heads, dim, 2);
   const ladder::tensors* const contents[sequences] = {&first, &second};
 
-  // Three homes for the same tokens, all of the pages out of order.
+  // Four homes for the same tokens, all of the pages out of order.
   //   plain       K and V [sequences, tokens, heads, dim]
-  //   vLLM        one pool [2, pages, page, heads, dim] (NHD), block_table [sequences, max_blocks]
+  //   vLLM, GPU   one pool [pages, page, heads, 2 * dim], K and V in one row (NHD; as HND [pages, heads, page, 2 * dim]),
+  //               block_table [sequences, max_blocks]
+  //   vLLM, CPU   one pool; of each page and head first the keys [dim, page], then the values [page, dim]; the same table
   //   FlashInfer  one pool [pages, 2, heads, page, dim] (HND), CSR indptr and indices
   constexpr index_t most = 112, pages = 16, max_blocks = 7;
   std::vector<bf16> plain_k(sequences * most * heads * dim), plain_v(plain_k.size());
-  std::vector<bf16> vllm(2 * pages * page * heads * dim), flashinfer(vllm.size());
+  std::vector<bf16> vllm(2 * pages * page * heads * dim), vllm_cpu(vllm.size()), flashinfer(vllm.size());
   std::vector<index_t> blocks(sequences * max_blocks, -1), indptr{0, 7, 10}, indices{12, 3, 8, 0, 15, 6, 1, 9, 4, 11};
   for (index_t i = 0; i < 7; ++i) blocks[std::size_t(i)] = indices[std::size_t(i)];
   for (index_t i = 0; i < 3; ++i) blocks[std::size_t(max_blocks + i)] = indices[std::size_t(7 + i)];
 
   // `lengths` has one entry per sequence, so head strides of lengths stay 0. Strides count elements.
-  const auto describe = [&]<class Table>(bf16* k, bf16* v, row_strides strides, Table table) {
+  const auto describe = [&]<class Table>(bf16* k, bf16* v, row_strides k_strides, row_strides v_strides, Table table) {
     kv_view<bf16, dim, Table> view;
     view.k = k;
     view.v = v;
-    view.k_strides = view.v_strides = strides;  // outer (sequence or page), head, token; K's and V's may differ
+    view.k_strides = k_strides;  // outer (sequence or page), head, token, element
+    view.v_strides = v_strides;
     view.sequences = sequences;
     view.kv_heads = heads;
     view.lengths = lengths;
@@ -35,11 +40,16 @@ int main() {
     view.table = table;
     return view;
   };
-  const offset_t one_pool = offset_t(pages) * page * heads * dim, half_page = offset_t(page) * heads * dim;
-  const auto plain = describe(plain_k.data(), plain_v.data(), {most * heads * dim, dim, heads * dim}, contiguous{});
-  const auto nhd_pages = describe(vllm.data(), vllm.data() + one_pool, {half_page, dim, heads * dim},
-                                  block_table{blocks.data(), page, max_blocks});
-  const auto hnd_pages = describe(flashinfer.data(), flashinfer.data() + half_page, {2 * half_page, page * dim, dim},
+  const offset_t half_page = offset_t(page) * heads * dim;
+  const block_table table{blocks.data(), page, max_blocks};
+  const row_strides rows{most * heads * dim, dim, heads * dim}, doubled{2 * half_page, 2 * dim, 2 * heads * dim},
+      by_head{2 * half_page, page * dim, dim};
+  const auto plain = describe(plain_k.data(), plain_v.data(), rows, rows, contiguous{});
+  const auto vllm_pages = describe(vllm.data(), vllm.data() + dim, doubled, doubled, table);
+  const auto vllm_cpu_pages =
+      describe(vllm_cpu.data(), vllm_cpu.data() + page * dim, {2 * half_page, 2 * page * dim, 1, page},
+               {2 * half_page, 2 * page * dim, dim}, table);
+  const auto hnd_pages = describe(flashinfer.data(), flashinfer.data() + half_page, by_head, by_head,
                                   csr_table{indptr.data(), indices.data(), page});
 
   const auto fill = [&](const auto& view) {  // an engine has done this already
@@ -48,8 +58,8 @@ int main() {
         for (index_t h = 0; h < heads; ++h) {
           const float *k = contents[b]->keys(t, 1).row(0, 0, h), *v = contents[b]->values(t, 1).row(0, 0, h);
           for (index_t d = 0; d < dim; ++d) {
-            view.key(b, h, t)[d] = bf16(k[d]);
-            view.value(b, h, t)[d] = bf16(v[d]);
+            view.key(b, h, t)[d * view.k_strides.dim] = bf16(k[d]);
+            view.value(b, h, t)[d * view.v_strides.dim] = bf16(v[d]);
           }
         }
       }
@@ -70,7 +80,12 @@ int main() {
   };
   ladder::checks check;
   const auto expected = attend(plain);
-  check(attend(nhd_pages) == expected, "vLLM's block table gives the same bits as contiguous memory");
+  check(attend(vllm_pages) == expected, "vLLM's pages give the same bits as contiguous memory");
+  const auto in_columns = attend(vllm_cpu_pages);  // adds in another order
+  float difference = 0;
+  for (std::size_t i = 0; i < expected.size(); ++i)
+    difference = std::max(difference, std::abs(in_columns[i] - expected[i]));
+  check(difference < 1e-5f, "vLLM's pages of the CPU, with keys in columns, give the same to rounding");
   check(attend(hnd_pages) == expected, "FlashInfer's CSR pages give the same bits as contiguous memory");
   return check.exit_code();
 }

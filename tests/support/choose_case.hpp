@@ -33,7 +33,7 @@ struct layer_case {
 using lists = std::vector<std::vector<index_t>>;
 
 template <class Policy>
-lists on_host(const layer_case& c, Policy policy, bool by_sequence) {
+lists on_host(const layer_case& c, Policy policy, bool by_sequence, index_t granularity = 1) {
   lists rows;
   for (index_t b = 0; b < c.sequences; ++b) {
     std::vector<offset_t> offsets;
@@ -49,7 +49,9 @@ lists on_host(const layer_case& c, Policy policy, bool by_sequence) {
     if (by_sequence) policy.budget.tokens = c.budgets[std::size_t(b)];
     selection kept;
     cpu::retain_workspace workspace;
-    cpu::choose_kept(policy, of, kept, workspace);
+    cpu::slot_facts beside;
+    beside.granularity = granularity;
+    cpu::choose_kept(policy, of, kept, workspace, beside);
     for (index_t h = 0; h < c.heads; ++h) rows.emplace_back(kept.row(h), kept.row(h) + kept.counts[std::size_t(h)]);
   }
   return rows;

@@ -91,7 +91,7 @@ export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 tests() { timeout -k 5 "$(left)" python3 -m pytest -q -p no:cacheprovider -p pytest_timeout --timeout 120 --tb short "$@" || true; }
 if [ "$only" != benchmark ]; then
   echo "--- tests of pages ($SECONDS s)"
-  tests tests/test_pages.py -v -k cuda
+  tests tests/pages -v -k cuda
 fi
 wait "$building" || true
 if [ "$only" != benchmark ]; then

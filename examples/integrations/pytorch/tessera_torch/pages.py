@@ -15,7 +15,8 @@ from . import build
 class PagedLayer(typing.NamedTuple):
     """One layer of an engine's memory; numbers are torch.int32, everything on one device.
 
-    k, v:       [pages, page, kv_heads, dim] in any strides; HND pools as views: k.transpose(1, 2)
+    k, v:       [pages, page, kv_heads, dim] in any strides; HND pools as views: k.transpose(1, 2). On a GPU the elements of
+                a row lie side by side
     tables:     [sequences, blocks], or [sequences, kv_heads, blocks] over pages of one head (kv_heads of k is then 1)
     lengths:    [sequences, kv_heads]: every head has a length of its own
     positions:  [sequences, kv_heads, at least blocks * page], of the stored tokens, ascending
@@ -62,17 +63,30 @@ class PageOperations:
         """
         self._operators.pages_append(self._handle, *layer, k, v, first_position, new_tokens)
 
-    def choose(self, index, layer, q, first_position, valid=None):
+    def choose(self, index, layer, q, first_position, valid=None, *, indptr=None, tokens=None, budgets=None, tails=None,
+               granularity=1):
         """What the method keeps of layer `index` -> slots [sequences, kv_heads, capacity], counts [sequences, kv_heads].
 
         q: the newest queries of each sequence, [sequences, tokens, q_heads, dim]; first_position: of the first of them;
         valid [sequences]: how many of them count, the first ones (None: all). Of each row of slots the first counts do.
+        Queries may be newer than all that is stored: the tail of a prompt that is no candidate.
+        indptr [sequences + 1]: then q is [rows, q_heads, dim], sequence i has the rows from indptr[i] to indptr[i + 1], at least
+        one, first_position is of the first of them, and the newest `tokens` of each count.
+        budgets [sequences]: tokens that stay of each kv_head, in place of the method's; tails [sequences]: newest tokens that stay
+        whatever their score, in place of the method's.
+        granularity: counts are multiples of it, whole pages of a head; tokens that are left over go to other heads, a page each.
         """
-        return self._operators.pages_choose(self._handle, index, *layer, q, first_position, valid)
+        if indptr is not None:
+            q, first_position, valid = _newest(q, indptr, first_position, tokens, valid)
+        return self._operators.pages_choose(self._handle, index, *layer, q, first_position, valid, budgets, tails, granularity)
 
-    def pack(self, layer, slots, counts):
-        """Chosen rows and their positions move to the front of their head, in place; lengths become the counts."""
-        self._operators.pages_pack(self._handle, *layer, slots, counts)
+    def pack(self, layer, slots, counts, ends=None):
+        """Chosen rows and their positions move to the front of their head, in place; lengths become the counts.
+
+        ends [sequences]: they move to the slots before an end instead, behind which no chosen slot lies. So pages in front become
+        free, and slots of later tokens stay where a table by position has them (vLLM).
+        """
+        self._operators.pages_pack(self._handle, *layer, slots, counts, ends)
 
     def free(self, tables, lengths, held, page, room=0):
         """Pages that nobody needs once all layers have packed -> freed [table rows, blocks], freed_count [table rows].
@@ -97,6 +111,23 @@ class PageOperations:
         token = token.clamp(max=tokens - 1)
         return (out[sequence, token].masked_fill(~inside[:, None, None], torch.nan),
                 sums[sequence, token].masked_fill(~inside[:, None], torch.nan))
+
+
+def _newest(q, indptr, first_position, tokens, valid):
+    """Of packed rows the newest `tokens` of each sequence, padded, the position of the first of them, and how many there are."""
+    if q.dim() != 3 or indptr.dim() != 1 or indptr.numel() < 2 or tokens is None or tokens < 1 or valid is not None:
+        raise ValueError(f"q with indptr is {tuple(q.shape)}, indptr {tuple(indptr.shape)}, tokens {tokens}, valid "
+                         f"{None if valid is None else 'given'}; expected [rows, q_heads, dim], [sequences + 1], at least 1, and None; "
+                         "pass packed rows, and how many of a sequence's newest queries count")
+    begins = indptr.to(torch.int64)
+    if not indptr.is_cuda and (begins[0] != 0 or begins[-1] != q.shape[0] or begins.diff().min() < 1):
+        raise ValueError(f"indptr is {begins.tolist()}; expected numbers from 0 to the rows, which are {q.shape[0]}, at least 1 row "
+                         "apart; pass where the rows of each sequence begin")
+    counts = begins.diff()
+    taken = counts.clamp(max=tokens)
+    first = begins[1:] - taken
+    rows = (first[:, None] + torch.arange(tokens, device=q.device)).clamp(max=q.shape[0] - 1)
+    return q[rows], first_position + (counts - taken).to(torch.int32), taken.to(torch.int32)
 
 
 def _places(q, indptr, tokens):

@@ -44,11 +44,13 @@ struct choose_problem {
   const query_statistics* statistics = nullptr;
   const float* rope_frequencies = nullptr;  ///< [k_dim / 2], for a scorer of statistics
   const index_t* counts = nullptr;          ///< [kv_heads] of one sequence: tokens to keep, in place of the budget's
+  index_t granularity = 1;                  ///< counts of heads are multiples of it, whole pages: see count_whole_pages
 
   /// Errors   no such layer, no heads, nothing given that the policy needs of each sequence: tessera::error.
   void check(bool by_position, bool by_statistics) const {
     require(layers >= 1 && layer >= 0 && layer < layers, "layer", layer, "0 to layers - 1",
             "pass which layer of how many is asked about");
+    require(granularity >= 1, "granularity", granularity, "at least 1", "pass the slots of a page, or 1");
     require(view.kv_heads >= 1, "kv_heads", view.kv_heads, "at least 1", "pass the model's head counts");
     require(!by_statistics || (statistics && rope_frequencies), "statistics and rope_frequencies", "null",
             "what the prompt's queries are like, and how RoPE turns them", "add them up: query_sums");

@@ -99,8 +99,11 @@ append_problem(View, rows_view<K>, rows_view<V>, Rest...) -> append_problem<View
 
 /// What to keep and where it goes; on the device every pointer is a device pointer.
 ///
-/// In place, `target` is `source`. That is safe because the selection ascends. A page in which a row moves must then be
-/// in one table only: pack shared pages into new ones.
+/// Rows of a head begin at slot 0, or end at a slot that `ends` gives: an engine whose tables go by position (vLLM) packs
+/// a prompt towards its end, so that pages in front become free and the next token's slot stays where it was.
+///
+/// In place, `target` is `source`. That is safe because the selection ascends, and because every chosen slot lies below
+/// its end. A page in which a row moves must then be in one table only: pack shared pages into new ones.
 template <class From, class To>
 struct pack_problem {
   static_assert(!std::is_const_v<typename To::stored_type>,
@@ -115,6 +118,13 @@ struct pack_problem {
   page_pool pool{};            ///< of both views, for the CPU's checks
   slot_column<const index_t> source_segments{};
   slot_column<index_t> segments{};
+  const index_t* ends =
+      nullptr;  ///< [sequences], the slot behind the last row of each head; null: rows begin at slot 0
+
+  /// The slot of `target` for a sequence's i-th chosen row of `count`.
+  TESSERA_HD index_t target_slot(index_t sequence, index_t count, index_t i) const {
+    return ends ? ends[sequence] - count + i : i;
+  }
 
   /// Errors   views of other batches, a column to write without one to read, scales that rows share: tessera::error.
   void check() const {

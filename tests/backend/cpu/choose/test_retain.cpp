@@ -135,6 +135,31 @@ TEST_CASE("choose_kept in blocks keeps exactly what the definition says") {
   }
 }
 
+TEST_CASE("counts in whole pages choose the best tokens of as many as pages hold") {
+  support::rng random(123);
+  for (index_t i = 0; i < support::scaled(2'000); ++i) {
+    const support::owned_scores raw(random_heads(random));
+    const index_t budget = random.between(1, 60), tail = random.between(0, budget), page = random.pick({2, 8, 16});
+    const choosing_stage<accumulated_attention, adaptive, top_tokens> policy{{}, {}, {.tokens = budget}, {}};
+    selection loose, kept;
+    cpu::retain_workspace workspace;
+    cpu::choose_kept(policy, raw.view(tail), loose, workspace);
+    cpu::slot_facts beside;
+    beside.granularity = page;
+    cpu::choose_kept(policy, raw.view(tail), kept, workspace, beside);
+    auto counts = loose.counts;
+    const auto stored = [&](index_t h) { return raw.tokens[std::size_t(h)]; };
+    count_whole_pages(
+        index_t(counts.size()), page, stored, [&](index_t h) { return std::min(tail, stored(h)); }, counts.data());
+    CAPTURE(i, budget, tail, page);
+    REQUIRE(kept.counts == counts);
+    beside = {};
+    beside.counts = counts.data();
+    cpu::choose_kept(policy, raw.view(tail), loose, workspace, beside);
+    REQUIRE(rows_of(kept) == rows_of(loose));
+  }
+}
+
 TEST_CASE("choose_kept by hand: a pooled plateau goes to its first tokens, the window stays") {
   const support::owned_scores raw({{0, 0, 9, 0, 0, 1, 0, 0, /*window*/ 0, 0}});
   selection kept;

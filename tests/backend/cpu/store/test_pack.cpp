@@ -51,6 +51,82 @@ TEST_CASE("pack in place and pack into fresh memory give the same rows") {
   }
 }
 
+TEST_CASE(
+    "rows packed towards an end lie before it in place and in fresh memory, and ends that cannot be are refused") {
+  support::rng random(114);
+  constexpr int dim = 64;
+  for (index_t i = 0; i < support::scaled(300); ++i) {
+    const index_t sequences = random.between(1, 3), kv_heads = random.between(1, 3), room = random.between(1, 70);
+    const std::size_t slots = std::size_t(sequences * kv_heads * room);
+    std::vector<index_t> lengths;
+    for (index_t r = 0; r < sequences * kv_heads; ++r) lengths.push_back(random.between(0, room));
+    const auto k = support::normals(random, slots * dim), v = support::normals(random, slots * dim);
+    std::vector<index_t> positions(slots);
+    for (std::size_t at = 0; at < slots; ++at) positions[at] = index_t(3 * at);
+    auto k_here = k, v_here = v, k_there = k, v_there = v;
+    auto positions_here = positions, positions_there = positions;
+    const auto view_of = [&](auto& keys, auto& values, auto& columns) {
+      kv_view<float, dim> view;
+      view.k = keys.data(), view.v = values.data();
+      view.k_strides = view.v_strides = {kv_heads * room * dim, room * dim, dim, 1};
+      view.sequences = sequences, view.kv_heads = kv_heads;
+      view.lengths = lengths.data(), view.length_strides = {kv_heads, 1};
+      view.positions = columns.data(), view.position_strides = {kv_heads * room, room};
+      return view;
+    };
+    const auto chosen = support::random_subset(random, lengths, random.pick({0.0, 0.2, 0.9, 1.0}));
+    std::vector<index_t> ends(std::size_t(sequences), 0);
+    for (index_t row = 0; row < chosen.rows(); ++row) {
+      const index_t count = chosen.counts[std::size_t(row)];
+      if (count > 0)
+        ends[std::size_t(row / kv_heads)] = std::max(ends[std::size_t(row / kv_heads)], chosen.row(row)[count - 1] + 1);
+    }
+    for (index_t& end : ends) end = random.between(end, room);
+    cpu::executor workers(random.between(1, 3));
+    using view_type = kv_view<float, dim>;
+    const view_type here = view_of(k_here, v_here, positions_here);
+    pack_problem<view_type, view_type> in_place{here, chosen.view(), here};
+    in_place.positions = {positions_here.data(), kv_heads * room, room};
+    in_place.ends = ends.data();
+    const auto spoiled = [&](index_t sequence, index_t end) {
+      auto wrong = ends;
+      wrong[std::size_t(sequence)] = end;
+      auto p = in_place;
+      p.ends = wrong.data();
+      CHECK_THROWS_WITH(cpu::pack(p, workers), contains("end of packed rows (sequence " + std::to_string(sequence)));
+    };
+    for (index_t row = 0; row < chosen.rows(); ++row) {
+      const index_t count = chosen.counts[std::size_t(row)];
+      if (count > 0) spoiled(row / kv_heads, chosen.row(row)[count - 1]);
+    }
+    REQUIRE(k_here == k);
+    auto elsewhere = in_place;
+    elsewhere.source = view_of(k_there, v_there, positions_there);  // what is stored, before it moves
+    std::vector<float> k_fresh = k, v_fresh = v;
+    std::vector<index_t> positions_fresh = positions;
+    elsewhere.target = view_of(k_fresh, v_fresh, positions_fresh);
+    elsewhere.positions.data = positions_fresh.data();
+    cpu::pack(in_place, workers);
+    cpu::pack(elsewhere, workers);
+    for (index_t row = 0; row < chosen.rows(); ++row) {
+      const index_t count = chosen.counts[std::size_t(row)], end = ends[std::size_t(row / kv_heads)];
+      for (index_t slot = 0; slot < room; ++slot) {
+        const bool written = slot < end && slot >= end - count;
+        const auto from = std::size_t(row * room + (written ? chosen.row(row)[slot - end + count] : slot));
+        const auto to = std::size_t(row * room + slot);
+        REQUIRE(positions_here[to] == positions[from]);
+        REQUIRE(std::equal(k.begin() + offset_t(from) * dim, k.begin() + offset_t(from + 1) * dim,
+                           k_here.begin() + offset_t(to) * dim));
+        REQUIRE(std::equal(v.begin() + offset_t(from) * dim, v.begin() + offset_t(from + 1) * dim,
+                           v_here.begin() + offset_t(to) * dim));
+      }
+    }
+    REQUIRE(k_here == k_fresh);
+    REQUIRE(v_here == v_fresh);
+    REQUIRE(positions_here == positions_fresh);
+  }
+}
+
 TEST_CASE("pack gathers from strided rows, a transposed V among them") {
   support::rng random(112);
   const support::kv_tensor<float, 64> source(random, 1, 1, {9});

@@ -19,7 +19,7 @@ struct unpooled : accumulated_attention {
 };
 
 template <class Policy>
-lists on_device(const layer_case& c, const Policy& policy, bool by_sequence) {
+lists on_device(const layer_case& c, const Policy& policy, bool by_sequence, index_t granularity = 1) {
   const buffer<float> scores(c.scores);
   const buffer<index_t> lengths(c.lengths), tails(c.tails), budgets(c.budgets);
   cuda::score_rows in;
@@ -36,7 +36,9 @@ lists on_device(const layer_case& c, const Policy& policy, bool by_sequence) {
                                      cuda::device_info::current());
   buffer<unsigned char> workspace(op.workspace_bytes());
   workspace.fill(0xff);
-  const selection_view chosen = op.run(policy, in, 1, 4, workspace.data, nullptr);
+  cuda::slot_facts beside;
+  beside.granularity = granularity;
+  const selection_view chosen = op.run(policy, in, 1, 4, workspace.data, nullptr, beside);
   cuda::check(cudaDeviceSynchronize(), "choose_kept");
   lists rows;
   for (int r = 0; r < c.sequences * c.heads; ++r) {
@@ -62,6 +64,8 @@ void compare_retained(bool defined = true) {
       const lists got = on_device(c, policy, by_sequence);
       REQUIRE(got == on_host(c, policy, by_sequence));
       if (defined) REQUIRE(got == by_definition(c, policy, by_sequence));
+      const index_t page = draw(2, 40);
+      REQUIRE(on_device(c, policy, by_sequence, page) == on_host(c, policy, by_sequence, page));
     }
   }
 }

@@ -111,24 +111,30 @@ std::vector<index_t> random_slots(index_t n, int kind, index_t row) {
 }
 
 template <class T, int D, class Table, int Dv>
-void compare_pack(index_t sequences, index_t heads, index_t capacity, int kind, bool in_place, bool odd) {
+void compare_pack(index_t sequences, index_t heads, index_t capacity, int kind, bool in_place, bool odd,
+                  bool towards_end) {
   using S = store<T, D, Table, Dv>;
   S from(sequences, heads, capacity, odd), fresh(sequences, heads, capacity, odd);
   S& to = in_place ? from : fresh;
   const index_t rows = sequences * heads;
   from.lengths.assign(std::size_t(rows), capacity);  // the CPU refuses slots that are not stored
   std::vector<index_t> indices(std::size_t(rows) * std::size_t(capacity), -1), counts;
+  std::vector<index_t> ends(std::size_t(sequences), 0);
   const auto choose = [&] {
     counts.clear();
+    std::fill(ends.begin(), ends.end(), 0);
     for (index_t r = 0; r < rows; ++r) {
       const index_t n = r == 1 ? 0 : r == 2 ? capacity : index_t(rng() % unsigned(capacity + 1));
       const auto slots = random_slots(n, kind, r);
       std::copy(slots.begin(), slots.end(), indices.begin() + offset_t(r) * capacity);
       counts.push_back(index_t(slots.size()));
+      index_t& end = ends[std::size_t(r / heads)];
+      end = std::max(end, slots.empty() ? 0 : slots.back() + 1);
     }
+    for (index_t& end : ends) end += index_t(rng() % unsigned(capacity - end + 1));
   };
   choose();
-  buffer<index_t> d_indices(indices), d_counts(counts);
+  buffer<index_t> d_indices(indices), d_counts(counts), d_ends(ends);
   const auto device = cuda::device_info::current();
   using View = typename S::view_type;
   cudaStream_t stream;
@@ -142,23 +148,29 @@ void compare_pack(index_t sequences, index_t heads, index_t capacity, int kind, 
     problem.source_scores = {from.d_scores.data, 0, 0, from.d_begin.data};
     problem.scores = {to.d_scores.data, 0, 0, to.d_begin.data};
     problem.lengths = to.d_lengths.data;
+    if (towards_end) problem.ends = d_ends.data;
     graph captured(stream, [&] { op.run(problem, workspace.data, stream); });
     cpu::executor here(1);
     for (int run = 0; run < scaled(3, 2); ++run) {
-      if (run > 0) choose(), d_indices.set(indices), d_counts.set(counts);
+      if (run > 0) choose(), d_indices.set(indices), d_counts.set(counts), d_ends.set(ends);
       captured.launch();
-      cpu::pack(from.view(false), selection_view{indices.data(), counts.data(), nullptr, capacity}, to.view(false),
-                here);
+      pack_problem<View, View> on_host{
+          from.view(false), selection_view{indices.data(), counts.data(), nullptr, capacity}, to.view(false)};
+      if (towards_end) on_host.ends = ends.data();
+      const auto old_positions = from.positions;
+      const auto old_scores = from.scores;
+      cpu::pack(on_host, here);
       for (index_t r = 0; r < rows; ++r) {
         for (index_t i = 0; i < counts[std::size_t(r)]; ++i) {
           const auto source = std::size_t(from.begin[std::size_t(r)] +
                                           indices[std::size_t(r) * std::size_t(capacity) + std::size_t(i)]);
-          const auto target = std::size_t(to.begin[std::size_t(r)] + i);
-          to.positions[target] = from.positions[source], to.scores[target] = from.scores[source];
+          const auto target =
+              std::size_t(to.begin[std::size_t(r)] + on_host.target_slot(r / heads, counts[std::size_t(r)], i));
+          to.positions[target] = old_positions[source], to.scores[target] = old_scores[source];
         }
       }
       INFO(sequences << " x " << heads << " x " << capacity << " kind " << kind << " in place " << in_place << " odd "
-                     << odd << " D " << D << " run " << run);
+                     << odd << " towards end " << towards_end << " D " << D << " run " << run);
       REQUIRE(same_bits(to.d_k.get(), to.k));
       REQUIRE(same_bits(to.d_v.get(), to.v));
       REQUIRE(same_bits(to.d_k_scales.get(), to.k_scales));
@@ -179,10 +191,13 @@ template <class T, int D, class Table, int Dv = D>
 void compare_packs() {
   for (const bool in_place : {false, true}) {
     for (const int kind : scaled(cases(6), 2)) {
-      compare_pack<T, D, Table, Dv>(2, 3, scaled(300, 100), kind, in_place, false);
-      compare_pack<T, D, Table, Dv>(1, 4, 33, kind, in_place, kind % 2);
+      for (const bool towards_end : {false, true}) {
+        compare_pack<T, D, Table, Dv>(2, 3, scaled(300, 100), kind, in_place, false, towards_end);
+        compare_pack<T, D, Table, Dv>(1, 4, 33, kind, in_place, kind % 2, towards_end);
+      }
     }
-    compare_pack<T, D, Table, Dv>(1, 3, scaled(5000, 400), in_place ? 4 : 0, in_place, false);
+    for (const bool towards_end : {false, true})
+      compare_pack<T, D, Table, Dv>(1, 3, scaled(5000, 400), in_place ? 4 : 0, in_place, false, towards_end);
   }
 }
 

@@ -11,7 +11,7 @@
 namespace tessera_torch {
 
 /// One layer of an engine's pages; on a GPU every pointer is the device's.
-/// Shapes   k, v [pages, page, kv_heads, dim] in any strides but that of dim, which is 1; lengths [sequences, kv_heads];
+/// Shapes   k, v [pages, page, kv_heads, dim] in any strides, on a GPU but that of dim, which is 1; lengths [sequences, kv_heads];
 ///          positions [sequences, kv_heads, capacity]; a table row for each sequence, or for each (sequence, kv_head), whose
 ///          pages then have one head.
 struct paged_layer {
@@ -41,6 +41,17 @@ struct paged_layer {
     view.table = table;
     return view;
   }
+};
+
+/// What a choice goes by, beside what is stored. Each pointer [sequences], or null: all of q count; from nothing; the
+/// budget and the newest tokens as the method has them.
+struct choice_queries {
+  tensor_rows q;  ///< the newest queries of each sequence
+  const index_t* valid = nullptr;
+  const index_t* first_position = nullptr;
+  const index_t* budgets = nullptr;  ///< tokens that stay of each kv_head
+  const index_t* tails = nullptr;    ///< newest tokens that stay whatever their score
+  index_t granularity = 1;           ///< counts of heads are multiples of it: whole pages
 };
 
 /// Slots of every (sequence, kv_head), ascending, at the front of its row.
@@ -75,12 +86,13 @@ class any_pages {
   /// New tokens behind what every head holds; lengths and positions move on. new_tokens [sequences], or null: all rows.
   virtual void append(const paged_layer& to, const tensor_rows& k, const tensor_rows& v, const index_t* new_tokens,
                       const index_t* first_position, void* stream) = 0;
-  /// What the method's first stage keeps of a layer by the newest queries of each sequence. valid [sequences], or null.
-  virtual void choose(const paged_layer& from, index_t layer, const tensor_rows& q, const index_t* valid,
-                      const index_t* first_position, const chosen_slots& to, const scratch_memory& scratch,
-                      void* stream) = 0;
-  /// Chosen rows, and their positions, move to slots 0, 1, 2, ... of their head; lengths become the counts.
-  virtual void pack(const paged_layer& in, const chosen_slots& chosen, const scratch_memory& scratch, void* stream) = 0;
+  /// What the method's first stage keeps of a layer.
+  virtual void choose(const paged_layer& from, index_t layer, const choice_queries& by, const chosen_slots& to,
+                      const scratch_memory& scratch, void* stream) = 0;
+  /// Chosen rows, and their positions, move to slots 0, 1, 2, ... of their head, or to those before `ends` [sequences];
+  /// lengths become the counts.
+  virtual void pack(const paged_layer& in, const chosen_slots& chosen, const index_t* ends,
+                    const scratch_memory& scratch, void* stream) = 0;
   virtual void free_pages(const paged_layer& of, const page_return& to, void* stream) = 0;
   /// Attention of the newest q.tokens tokens. out [sequences, tokens, q_heads, dim] and lse [sequences, tokens, q_heads], fp32.
   virtual void attend(const paged_layer& to, index_t layer, const tensor_rows& q, const index_t* first_position,

@@ -33,11 +33,10 @@ class cpu_pages final : public method_pages<Recipe> {
     tessera::cpu::append(p);
   }
 
-  void choose(const paged_layer& from, index_t layer, const tensor_rows& q, const index_t* valid,
-              const index_t* first_position, const chosen_slots& to, const scratch_memory&, void*) override {
+  void choose(const paged_layer& from, index_t layer, const choice_queries& by, const chosen_slots& to,
+              const scratch_memory&, void*) override {
     if constexpr (base::chooses) {
-      tessera::cpu::score_and_choose(base::first(), base::problem(from, layer, q, valid, first_position), kept_,
-                                     choosing_, *workers_);
+      tessera::cpu::score_and_choose(base::first(), base::problem(from, layer, by), kept_, choosing_, *workers_);
       for (index_t row = 0; row < from.sequences * from.kv_heads; ++row) {
         to.counts[row] = kept_.counts[std::size_t(row)];
         std::copy_n(kept_.row(row), to.counts[row], to.slots + row * to.row_stride);
@@ -47,11 +46,13 @@ class cpu_pages final : public method_pages<Recipe> {
     }
   }
 
-  void pack(const paged_layer& in, const chosen_slots& chosen, const scratch_memory&, void*) override {
+  void pack(const paged_layer& in, const chosen_slots& chosen, const index_t* ends, const scratch_memory&,
+            void*) override {
     const auto view = in.as<view_type>();
     tessera::pack_problem<view_type, view_type> p{view, chosen.view(), view};
     p.positions = in.positions;
     p.lengths = in.lengths;
+    p.ends = ends;
     p.pool = in.pool;
     tessera::cpu::pack(p, *workers_);
   }

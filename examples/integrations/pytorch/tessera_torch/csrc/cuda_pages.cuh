@@ -55,18 +55,16 @@ class cuda_pages final : public method_pages<Recipe> {
     tessera::cuda::append<view_type, T>(to.sequences, to.kv_heads).run(p, nullptr, at(stream));
   }
 
-  void choose(const paged_layer& from, index_t layer, const tensor_rows& q, const index_t* valid,
-              const index_t* first_position, const chosen_slots& to, const scratch_memory& scratch,
-              void* stream) override {
+  void choose(const paged_layer& from, index_t layer, const choice_queries& by, const chosen_slots& to,
+              const scratch_memory& scratch, void* stream) override {
     if constexpr (base::chooses) {
       const tessera::cuda::choose_limits limits{from.sequences, from.kv_heads, base::shape().q_heads,
-                                                std::max(1, q.tokens), from.capacity()};
+                                                std::max(1, by.q.tokens), from.capacity()};
       const auto& operation =
           choosing_({limits.sequences, limits.kv_heads, limits.q_heads, limits.queries, limits.capacity},
                     [&] { return chooser(base::first(), limits, device_); });
-      const tessera::selection_view kept =
-          operation.run(base::first(), base::problem(from, layer, q, valid, first_position),
-                        scratch(operation.workspace_bytes()), at(stream));
+      const tessera::selection_view kept = operation.run(base::first(), base::problem(from, layer, by),
+                                                         scratch(operation.workspace_bytes()), at(stream));
       const std::size_t rows = std::size_t(from.sequences) * std::size_t(from.kv_heads), slot = sizeof(index_t);
       const std::size_t each = std::size_t(from.capacity()) * slot;
       tessera::require(!kept.offsets && kept.row_stride >= from.capacity(), "row stride of what is kept",
@@ -82,13 +80,15 @@ class cuda_pages final : public method_pages<Recipe> {
     }
   }
 
-  void pack(const paged_layer& in, const chosen_slots& chosen, const scratch_memory& scratch, void* stream) override {
+  void pack(const paged_layer& in, const chosen_slots& chosen, const index_t* ends, const scratch_memory& scratch,
+            void* stream) override {
     const auto& operation = packing_({in.sequences, in.kv_heads, in.capacity()},
                                      [&] { return packer(in.sequences, in.kv_heads, in.capacity(), device_); });
     const auto view = in.as<view_type>();
     tessera::pack_problem<view_type, view_type> p{view, chosen.view(), view};
     p.positions = in.positions;
     p.lengths = in.lengths;
+    p.ends = ends;
     void* memory = scratch(operation.workspace_bytes());
     operation.prepare(memory, at(stream));
     operation.run(p, memory, at(stream));

@@ -45,15 +45,17 @@ class method_pages : public any_pages {
     return result;
   }
 
-  tessera::choose_problem<view_type> problem(const paged_layer& from, index_t layer, const tensor_rows& q,
-                                             const index_t* valid, const index_t* first_position) const {
+  tessera::choose_problem<view_type> problem(const paged_layer& from, index_t layer, const choice_queries& by) const {
     tessera::choose_problem<view_type> p;
     p.view = from.as<view_type>();
     p.layer = layer;
     p.layers = shape_.layers;
-    p.q = q.as<const T>();
-    p.valid = valid;
-    p.first_position = first_position;
+    p.q = by.q.as<const T>();
+    p.valid = by.valid;
+    p.first_position = by.first_position;
+    p.budgets = by.budgets;
+    p.tails = by.tails;
+    p.granularity = by.granularity;
     p.rule = rule(layer);
     p.pool = from.pool;
     return p;

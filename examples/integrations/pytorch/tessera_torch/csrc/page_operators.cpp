@@ -55,10 +55,12 @@ paged_layer tables_of(const engine_pages& here, const Tensor& tables, const Tens
 
 paged_layer layer_of(const engine_pages& here, const Tensor& k, const Tensor& v, const Tensor& tables,
                      const Tensor& lengths, const Tensor& positions) {
-  tessera::require(k.dim() == 4 && v.sizes() == k.sizes() && k.stride(3) == 1 && v.stride(3) == 1, "shape of k and v",
-                   text_of(k.sizes()) + " and " + text_of(v.sizes()),
-                   "[pages, page, kv_heads, dim] both, the elements of a row side by side",
+  tessera::require(k.dim() == 4 && v.sizes() == k.sizes(), "shape of k and v",
+                   text_of(k.sizes()) + " and " + text_of(v.sizes()), "[pages, page, kv_heads, dim] both",
                    "permute the pools to it: that copies nothing");
+  tessera::require(k.is_cpu() || (k.stride(3) == 1 && v.stride(3) == 1), "strides of k and v from element to element",
+                   text_of({k.stride(3), v.stride(3)}), "1 on a GPU: the elements of a row side by side",
+                   "lay rows out so; on the CPU a row may have any stride");
   paged_layer layer = tables_of(here, tables, lengths, k.size(1));
   const bool own = layer.table.head_stride != 0;
   tessera::require(k.size(2) == (own ? 1 : here.kv_heads) && k.size(3) == here.pages->head_dim(),
@@ -74,8 +76,8 @@ paged_layer layer_of(const engine_pages& here, const Tensor& k, const Tensor& v,
                    "keep an engine's tensors together");
   layer.k = k.data_ptr();
   layer.v = v.data_ptr();
-  layer.k_strides = {k.stride(0), own ? 0 : k.stride(2), k.stride(1), 1};
-  layer.v_strides = {v.stride(0), own ? 0 : v.stride(2), v.stride(1), 1};
+  layer.k_strides = {k.stride(0), own ? 0 : k.stride(2), k.stride(1), k.stride(3)};
+  layer.v_strides = {v.stride(0), own ? 0 : v.stride(2), v.stride(1), v.stride(3)};
   layer.pool.pages = index_t(k.size(0));
   layer.lengths = counts_in(lengths, "lengths", {layer.sequences, layer.kv_heads}, k.device());
   tessera::require(positions.dim() == 3 && positions.size(2) >= layer.capacity(), "shape of positions",
@@ -166,7 +168,8 @@ void append(const Tensor& handle, const Tensor& k, const Tensor& v, const Tensor
 /// Of each row of slots the first `counts` mean something.
 std::tuple<Tensor, Tensor> choose(const Tensor& handle, std::int64_t index, const Tensor& k, const Tensor& v,
                                   const Tensor& tables, const Tensor& lengths, const Tensor& positions, const Tensor& q,
-                                  const Tensor& first_position, const maybe_tensor& valid) {
+                                  const Tensor& first_position, const maybe_tensor& valid, const maybe_tensor& budgets,
+                                  const maybe_tensor& tails, std::int64_t granularity) {
   const at::OptionalDeviceGuard device(at::device_of(k));
   return guarded([&](registry& all) {
     auto& here = all.find_pages(handle);
@@ -174,22 +177,35 @@ std::tuple<Tensor, Tensor> choose(const Tensor& handle, std::int64_t index, cons
     const Tensor slots = at::full({layer.sequences, layer.kv_heads, layer.capacity()}, -1, lengths.options());
     const Tensor counts = at::zeros({layer.sequences, layer.kv_heads}, lengths.options());
     scratch_tensors scratch{k.device(), {}};
-    here.pages->choose(layer, index_t(index), rows_beside(here, layer, q, "q", here.q_heads),
-                       counts_in(valid, "valid", {layer.sequences}, k.device()),
-                       counts_in(first_position, "first_position", {layer.sequences}, k.device()),
-                       chosen_in(slots, counts, layer), scratch.source(), current_stream(k));
+    const auto of_sequences = [&](const auto& x, const char* name) -> const index_t* {
+      return counts_in(x, name, {layer.sequences}, k.device());
+    };
+    const choice_queries by{rows_beside(here, layer, q, "q", here.q_heads),
+                            of_sequences(valid, "valid"),
+                            of_sequences(first_position, "first_position"),
+                            of_sequences(budgets, "budgets"),
+                            of_sequences(tails, "tails"),
+                            index_t(granularity)};
+    for (const auto& [numbers, name, least] :
+         {std::tuple(by.budgets, "budgets", 1), std::tuple(by.tails, "tails", 0)}) {
+      for (index_t b = 0; k.is_cpu() && numbers && b < layer.sequences; ++b)
+        tessera::require(numbers[b] >= least, std::string(name) + " of sequence " + std::to_string(b), numbers[b],
+                         "at least " + std::to_string(least), "pass a number of tokens");
+    }
+    here.pages->choose(layer, index_t(index), by, chosen_in(slots, counts, layer), scratch.source(), current_stream(k));
     return std::make_tuple(slots, counts);
   });
 }
 
 void pack(const Tensor& handle, const Tensor& k, const Tensor& v, const Tensor& tables, const Tensor& lengths,
-          const Tensor& positions, const Tensor& slots, const Tensor& counts) {
+          const Tensor& positions, const Tensor& slots, const Tensor& counts, const maybe_tensor& ends) {
   const at::OptionalDeviceGuard device(at::device_of(k));
   guarded([&](registry& all) {
     auto& here = all.find_pages(handle);
     const paged_layer layer = layer_of(here, k, v, tables, lengths, positions);
     scratch_tensors scratch{k.device(), {}};
-    here.pages->pack(layer, chosen_in(slots, counts, layer), scratch.source(), current_stream(k));
+    here.pages->pack(layer, chosen_in(slots, counts, layer), counts_in(ends, "ends", {layer.sequences}, k.device()),
+                     scratch.source(), current_stream(k));
   });
 }
 
@@ -240,7 +256,8 @@ std::tuple<Tensor, Tensor> attend(const Tensor& handle, std::int64_t index, cons
 // Shapes alone, for torch.compile.
 std::tuple<Tensor, Tensor> choose_shape(const Tensor&, std::int64_t, const Tensor& k, const Tensor&,
                                         const Tensor& tables, const Tensor& lengths, const Tensor&, const Tensor&,
-                                        const Tensor&, const maybe_tensor&) {
+                                        const Tensor&, const maybe_tensor&, const maybe_tensor&, const maybe_tensor&,
+                                        std::int64_t) {
   return {at::empty_symint({lengths.sym_size(0), lengths.sym_size(1), tables.sym_size(-1) * k.sym_size(1)},
                            lengths.options()),
           at::empty_like(lengths)};
@@ -272,10 +289,12 @@ TORCH_LIBRARY_FRAGMENT(tessera, m) {
       "Tensor new_k, Tensor new_v, Tensor first_position, Tensor? new_tokens=None) -> ()");
   m.def(
       "pages_choose(Tensor pages, int layer, Tensor k, Tensor v, Tensor tables, Tensor lengths, Tensor positions, "
-      "Tensor q, Tensor first_position, Tensor? valid=None) -> (Tensor slots, Tensor counts)");
+      "Tensor q, Tensor first_position, Tensor? valid=None, Tensor? budgets=None, Tensor? tails=None, "
+      "int granularity=1) -> "
+      "(Tensor slots, Tensor counts)");
   m.def(
       "pages_pack(Tensor pages, Tensor(a!) k, Tensor(b!) v, Tensor tables, Tensor(c!) lengths, Tensor(d!) positions, "
-      "Tensor slots, Tensor counts) -> ()");
+      "Tensor slots, Tensor counts, Tensor? ends=None) -> ()");
   m.def(
       "pages_free(Tensor pages, Tensor tables, Tensor lengths, Tensor(a!) held, int page, int room=0) -> "
       "(Tensor freed, Tensor freed_count)");
@@ -307,5 +326,5 @@ TORCH_LIBRARY_IMPL(tessera, Meta, m) {
   m.impl("pages_append", [](const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                             const Tensor&, const Tensor&, const Tensor&, const maybe&) {});
   m.impl("pages_pack", [](const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                          const Tensor&, const Tensor&) {});
+                          const Tensor&, const Tensor&, const maybe&) {});
 }

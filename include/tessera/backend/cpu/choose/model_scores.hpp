@@ -24,7 +24,7 @@ layer_scores score_layer(const Policy& policy, const choose_problem<View, E>& p,
   const default_float_mode mode;
   require(p.view.sequences == 1, "sequences of the problem", p.view.sequences, "1",
           "score one sequence at a time: scores of layers are added up for each");
-  require(!p.reach && !p.counts, "reach or counts of the problem", "given", "none",
+  require(!p.reach && !p.counts && p.granularity <= 1, "reach, counts or granularity of the problem", "given", "none",
           "one set for a model is chosen from all tokens, by the policy's budget");
   detail::check_choose<Policy>(p);
   detail::lay_out(policy, p, workspace);

@@ -6,6 +6,7 @@
 #include "../../../core/host/float_mode.hpp"
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/plan/layer_scores.hpp"
+#include "../../../core/plan/whole_pages.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../core/stored/slot_column.hpp"
 #include "../../../recipe.hpp"
@@ -29,6 +30,7 @@ struct slot_facts {
   slot_column<const index_t> segments{};
   slot_column<const float> weights{};
   const index_t* counts = nullptr;  ///< [kv_heads]: tokens that each head keeps, in place of the budget's
+  index_t granularity = 1;          ///< counts become whole pages of so many slots
 };
 
 /// The scores by which a head is selected once its count is known: weighted, except those of tokens that are chosen
@@ -81,6 +83,12 @@ layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector, Scope>& 
     for (index_t h = 0; h < heads; ++h) {
       counts[std::size_t(h)] = std::clamp(
           counts[std::size_t(h)], (std::min)(raw.settled_of(h) + raw.protected_tail, raw.tokens[h]), raw.tokens[h]);
+    }
+    if (beside.granularity > 1) {
+      const auto least_of = [&](index_t h) {
+        return (std::min)(raw.settled_of(h) + raw.protected_tail, raw.tokens[h]);
+      };
+      count_whole_pages(heads, beside.granularity, [&](index_t h) { return raw.tokens[h]; }, least_of, counts.data());
     }
     if constexpr (weighted_scorer<Scorer>) {
       for (index_t h = 0; h < heads; ++h) {

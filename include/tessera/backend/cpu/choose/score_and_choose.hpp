@@ -342,7 +342,8 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
   layer_scores seen;
   for (index_t b = 0; b < view.sequences; ++b) {
     const layer_scores scores = detail::scores_of<Policy>(p, b, workspace);
-    slot_facts beside{p.segments, {workspace.weights.data(), 0, 0, workspace.offsets.data() + b * heads}, p.counts};
+    slot_facts beside{
+        p.segments, {workspace.weights.data(), 0, 0, workspace.offsets.data() + b * heads}, p.counts, p.granularity};
     if (p.segments.begin) {
       beside.segments.begin += offset_t(b) * heads;
     } else if (p.segments.data) {

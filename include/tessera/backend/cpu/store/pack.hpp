@@ -97,11 +97,13 @@ void append(const View& view, const rows_view<K>& k, const rows_view<V>& v) {
 }
 
 /// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one, with
-/// their scales, positions, scores and segments, as cuda::pack does.
-/// In place this is safe: indices ascend, so a row is read before it is overwritten.
-/// Errors   a selection that does not ascend within the stored slots; scales that rows of `target` share; a column to
-///          write without one to read; with `pool.pages`, table entries outside it and moves into a page of another
-///          table: tessera::error, before anything moves.
+/// their scales, positions, scores and segments, as cuda::pack does. With `ends` they go to the slots before an end.
+/// In place this is safe: indices ascend, so a row is read before it is overwritten. Towards an end the last row moves
+/// first.
+/// Errors   a selection that does not ascend within the stored slots; an end before the rows that shall lie there, or in
+///          place at or before a chosen slot; scales that rows of `target` share; a column to write without one to read;
+///          with `pool.pages`, table entries outside it and moves into a page of another table: tessera::error, before
+///          anything moves.
 /// Cost     reads and writes each chosen row once. Rows of other sequences and heads are untouched.
 template <class From, class To>
 void pack(const pack_problem<From, To>& p, executor& workers) {
@@ -113,9 +115,12 @@ void pack(const pack_problem<From, To>& p, executor& workers) {
   require_memory(p.source, true, true);
   require_selection(p.source, p.chosen);
   require_pages(p.source, p.pool);
-  require_pages(p.target, p.pool,
-                [&](index_t b, index_t h) { return p.chosen.count(offset_t(b) * p.target.kv_heads + h); });
-  require_own_pages(p.source, p.chosen, p.target, p.pool);
+  require_ends(p);
+  require_pages(p.target, p.pool, [&](index_t b, index_t h) {
+    const index_t count = p.chosen.count(offset_t(b) * p.target.kv_heads + h);
+    return p.target_slot(b, count, count);
+  });
+  require_own_pages(p);
   if (p.lengths && p.target.length_strides.head == 0) require_even_counts(p.target, p.chosen);
   const auto copy_row = [](const S* source, offset_t source_stride, S* target, offset_t target_stride, int dim) {
     if (source == target) return;
@@ -131,19 +136,21 @@ void pack(const pack_problem<From, To>& p, executor& workers) {
   workers.for_each(source.sequences * source.kv_heads, [&](index_t row, int) {
     const index_t b = row / source.kv_heads, h = row % source.kv_heads;
     const index_t* slots = p.chosen.row(row);
-    for (index_t i = 0; i < p.chosen.count(row); ++i) {
-      const index_t slot = slots[i];
-      copy_row(source.key(b, h, slot), source.k_strides.dim, target.key(b, h, i), target.k_strides.dim, To::k_dim);
-      copy_row(source.value(b, h, slot), source.v_strides.dim, target.value(b, h, i), target.v_strides.dim, To::v_dim);
+    const index_t count = p.chosen.count(row);
+    for (index_t turn = 0; turn < count; ++turn) {
+      const index_t i = p.ends ? count - 1 - turn : turn;
+      const index_t slot = slots[i], to = p.target_slot(b, count, i);
+      copy_row(source.key(b, h, slot), source.k_strides.dim, target.key(b, h, to), target.k_strides.dim, To::k_dim);
+      copy_row(source.value(b, h, slot), source.v_strides.dim, target.value(b, h, to), target.v_strides.dim, To::v_dim);
       if constexpr (To::encoding_type::scaled) {
-        const offset_t scale = target.scales.index(target.table.locate(b, h, i), h);
+        const offset_t scale = target.scales.index(target.table.locate(b, h, to), h);
         target.scales.k[scale] = source.key_scale(b, h, slot);
         target.scales.v[scale] = source.value_scale(b, h, slot);
       }
-      if (p.positions.data) p.positions.entry(b, h, target.kv_heads, i) = source.position(b, h, slot);
-      if (p.scores.data) p.scores.entry(b, h, target.kv_heads, i) = p.source_scores.entry(b, h, source.kv_heads, slot);
+      if (p.positions.data) p.positions.entry(b, h, target.kv_heads, to) = source.position(b, h, slot);
+      if (p.scores.data) p.scores.entry(b, h, target.kv_heads, to) = p.source_scores.entry(b, h, source.kv_heads, slot);
       if (p.segments.data)
-        p.segments.entry(b, h, target.kv_heads, i) = p.source_segments.entry(b, h, source.kv_heads, slot);
+        p.segments.entry(b, h, target.kv_heads, to) = p.source_segments.entry(b, h, source.kv_heads, slot);
     }
   });
   for (index_t row = 0; p.lengths && row < target.sequences * target.kv_heads; ++row) {

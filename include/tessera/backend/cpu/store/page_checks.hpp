@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <string>
 
+#include "../../../core/engine/move_problem.hpp"
 #include "../../../core/engine/page_pool.hpp"
 #include "../../../core/error.hpp"
 #include "../../../core/host/host_vector.hpp"
@@ -122,15 +123,31 @@ void require_pages(const View& view, const page_pool& pool) {
   require_pages(view, pool, [&](index_t b, index_t h) { return view.length(b, h); });
 }
 
+/// Errors   an end before the rows that shall lie there; in place, one at or before a chosen slot: tessera::error.
+template <class From, class To>
+void require_ends(const pack_problem<From, To>& p) {
+  const bool in_place = p.source.k == p.target.k;
+  for (index_t row = 0; p.ends && row < p.target.sequences * p.target.kv_heads; ++row) {
+    const index_t b = row / p.target.kv_heads, count = p.chosen.count(row);
+    const index_t least = in_place && count > 0 ? p.chosen.row(row)[count - 1] + 1 : count;
+    if (p.ends[b] >= least) continue;
+    fail("end of packed rows (" + detail::row_name(b, row % p.target.kv_heads) + ")", p.ends[b],
+         "at least " + std::to_string(least) + (in_place ? ", behind every chosen slot" : ", the rows that are kept"),
+         "pack towards a slot that no chosen row lies behind");
+  }
+}
+
 /// Checks that each page in which packing moves a row occurs exactly once in the tables of the batch.
 /// Errors   a page that occurs more often: tessera::error.   Cost  one count for every page of the pool.
 template <class From, class To>
-void require_own_pages(const From& from, const selection_view& chosen, const To& to, const page_pool& pool) {
-  if constexpr (page_table<decltype(from.table)> && page_table<decltype(to.table)>) {
-    if (pool.pages == 0 || from.k != to.k || from.sequences == 0) return;
+void require_own_pages(const pack_problem<From, To>& p) {
+  if constexpr (page_table<decltype(p.source.table)> && page_table<decltype(p.target.table)>) {
+    const From& from = p.source;
+    const To& to = p.target;
+    if (p.pool.pages == 0 || from.k != to.k || from.sequences == 0) return;
     const bool in_place = from.table.pages(0, 0) == to.table.pages(0, 0);
     const index_t page = to.table.page;
-    host_vector<index_t> uses(std::size_t(pool.pages), 0);
+    host_vector<index_t> uses(std::size_t(p.pool.pages), 0);
     const auto count_pages = [&](const auto& view, const auto& tokens_of) {
       detail::for_each_table(view, tokens_of, [&](index_t b, index_t h, index_t tokens) {
         for (index_t i = 0; i < (tokens + view.table.page - 1) / view.table.page; ++i) {
@@ -138,14 +155,23 @@ void require_own_pages(const From& from, const selection_view& chosen, const To&
         }
       });
     };
-    const auto kept = [&](index_t b, index_t h) { return chosen.count(offset_t(b) * to.kv_heads + h); };
-    count_pages(from, [&](index_t b, index_t h) { return from.length(b, h); });
-    if (!in_place) count_pages(to, kept);
+    const auto behind = [&](index_t b, index_t h) {
+      const index_t count = p.chosen.count(offset_t(b) * to.kv_heads + h);
+      return p.target_slot(b, count, count);
+    };
+    count_pages(from, [&](index_t b, index_t h) {
+      return in_place ? (std::max)(from.length(b, h), behind(b, h)) : from.length(b, h);
+    });
+    if (!in_place) count_pages(to, behind);
     for (index_t row = 0; row < to.sequences * to.kv_heads; ++row) {
-      const index_t b = row / to.kv_heads, h = row % to.kv_heads, count = chosen.count(row);
-      index_t first = 0;  // the first row that moves: chosen slots ascend, so all behind it do
-      while (in_place && first < count && chosen.row(row)[first] == first) ++first;
-      for (index_t i = first / page; first < count && i <= (count - 1) / page; ++i) {
+      const index_t b = row / to.kv_heads, h = row % to.kv_heads, count = p.chosen.count(row);
+      const auto stays = [&](index_t i) { return in_place && p.chosen.row(row)[i] == p.target_slot(b, count, i); };
+      // Chosen slots ascend, so rows that stay are the first ones, or, towards an end, the last ones.
+      index_t first = 0, last = count;
+      while (first < last && stays(first)) ++first;
+      while (first < last && stays(last - 1)) --last;
+      if (first == last) continue;
+      for (index_t i = p.target_slot(b, count, first) / page; i <= p.target_slot(b, count, last - 1) / page; ++i) {
         const index_t id = to.table.pages(b, h)[i];
         if (uses[std::size_t(id)] == 1) continue;
         fail("page " + std::to_string(id) + ", into which rows of " + detail::row_name(b, h) + " move, in tables",

@@ -5,6 +5,7 @@
 
 #include "../../../concepts/scope.hpp"
 #include "../../../concepts/scorer.hpp"
+#include "../../../core/plan/whole_pages.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../recipe.hpp"
 #include "../../../selector/top_tokens.hpp"
@@ -180,9 +181,22 @@ struct slot_facts {
   const float* weights = nullptr;   ///< [rows, weight_stride]
   const index_t* counts = nullptr;  ///< [rows], how many each row keeps, instead of the budget's
   offset_t weight_stride = 0;
+  index_t granularity = 1;  ///< counts become whole pages of so many slots
 };
 
 namespace detail {
+
+/// Whole pages of what heads keep. One thread handles one sequence.
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    count_pages_entry(const __grid_constant__ score_rows in, index_t page, index_t* counts) {
+  const index_t sequence = index_t(blockIdx.x * Threads + threadIdx.x);
+  if (sequence >= in.sequences) return;
+  const index_t row = sequence * in.kv_heads, tail = in.protected_tail(sequence);
+  const auto tokens_of = [&](index_t h) { return in.tokens(sequence, h); };
+  const auto least_of = [&](index_t h) { return (min)(in.settled_of(row + h) + tail, in.tokens(sequence, h)); };
+  count_whole_pages(in.kv_heads, page, tokens_of, least_of, counts + row);
+}
 
 /// Turns chosen slots, which count from the first competing slot, into slots of the head. Writes the settled slots
 /// before them.
@@ -292,6 +306,11 @@ class choose_kept {
             "cudaMemcpyAsync");
     } else {
       allot_.run(scores, policy.budget, layer, layers, counts, arrays.allotting, stream);
+    }
+    if (beside.granularity > 1) {
+      detail::count_pages_entry<32>
+          <<<unsigned(ceil_div(scores.sequences, 32)), 32, 0, stream>>>(scores, beside.granularity, counts);
+      check(cudaGetLastError(), "launch of count_pages");
     }
     if constexpr (weighted_scorer<scorer>) {
       weigh_.run(scores, policy.scorer, counts, beside.weights, beside.weight_stride, finished, arrays.weighing,

@@ -87,7 +87,7 @@ class score_and_choose {
   /// Returns  the scores of every kv_head, valid until the next run.
   /// Errors   a reach or counts; those of `run`: tessera::error.
   score_rows score(const Policy& policy, const problem_type& p, void* workspace, cudaStream_t stream) const {
-    require(!p.reach && !p.counts, "reach or counts of the problem", "given", "none",
+    require(!p.reach && !p.counts && p.granularity <= 1, "reach, counts or granularity of the problem", "given", "none",
             "one set for a model is chosen from all tokens, by the policy's budget");
     check_problem(policy, p);
     return score_batch(policy, p, memory(*this, workspace), stream);
@@ -100,6 +100,7 @@ class score_and_choose {
     const score_rows in = score_batch(policy, p, arrays, stream);
     slot_facts beside;
     beside.counts = p.counts;
+    beside.granularity = p.granularity;
     beside.segments = {p.segments, p.view.kv_heads, joins ? 1 : p.view.kv_heads};
     if constexpr (weighted_scorer<scorer>) {
       weight_.run(p.view, p.first_position, policy.scorer.weight, arrays.weights, limits_.capacity, nullptr, stream);
@@ -162,6 +163,9 @@ class score_and_choose {
   }
 
   void check_budget(const Policy& policy, const problem_type& p) const {
+    // Pages that are left over may give a head up to a page more than its budget, or all that heads have.
+    require(p.granularity == 1 || max_retained_ >= limits_.capacity, "choose_limits::retained", max_retained_,
+            "0, or the capacity, where counts are whole pages", "make the operation for all that is stored");
     if (!p.budgets && !p.tails) {
       const layer_extent extent{p.layer, p.layers, joins ? 1 : p.view.kv_heads, tail_of(policy, p), limits_.capacity};
       const index_t largest =

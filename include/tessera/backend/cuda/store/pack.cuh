@@ -67,7 +67,8 @@ struct pack_scratch {
   offset_t tiles;
 };
 
-/// Gathers tile by tile. A tile is a range of consecutive target slots of one (sequence, head).
+/// Gathers tile by tile. A tile is a range of consecutive target slots of one (sequence, head). Where rows go towards an
+/// end, slots are counted from there backwards, which turns moves up into moves down.
 ///
 /// In place: sources ascend and never lie below their target. So only tiles up to t read what tile t overwrites. Each
 /// tile first reads all of its rows and sets its mark. It then waits for the marks of the (at most two) earlier tiles
@@ -173,21 +174,27 @@ struct pack_kernel {
       const index_t b = row / heads, h = row % heads, first = (id - (row ? s.ends[row - 1] : 0)) * tile;
       const index_t* slots = p.chosen.row(row);
       const index_t count = p.chosen.count(row), used = (min)(index_t(tile), count - first);
+      const bool backwards = p.ends != nullptr;
+      const index_t last_slot = backwards ? p.ends[b] - 1 : 0;
+      // The slot of the i-th row, and of the i-th target, counted from where rows begin or end.
+      const auto counted = [&](index_t slot) { return backwards ? last_slot - slot : slot; };
+      const auto source_of = [&](index_t i) { return counted(__ldg(slots + (backwards ? count - 1 - i : i))); };
+      const index_t to = counted(first + thread);
 
       index_t position = 0, segment = 0;
       float score = 0, k_scale = 1, v_scale = 1;
       if (thread < used) {
-        const index_t slot = slots[first + thread];
+        const index_t slot = counted(source_of(first + thread));
         s.from_k[thread] = p.source.key(b, h, slot);
         s.from_v[thread] = p.source.value(b, h, slot);
-        s.to_k[thread] = p.target.key(b, h, first + thread);
-        s.to_v[thread] = p.target.value(b, h, first + thread);
+        s.to_k[thread] = p.target.key(b, h, to);
+        s.to_v[thread] = p.target.value(b, h, to);
         if (p.positions.data) position = p.source.position(b, h, slot);
         if (p.scores.data) score = p.source_scores.entry(b, h, heads, slot);
         if (p.segments.data) segment = p.source_segments.entry(b, h, heads, slot);
         if constexpr (scaled) k_scale = p.source.key_scale(b, h, slot), v_scale = p.source.value_scale(b, h, slot);
         // Sources ascend strictly. So if the last one stays where it is, all before it stay too.
-        if (InPlace && thread == used - 1) s.moves = slot != first + thread;
+        if (InPlace && thread == used - 1) s.moves = slot != to;
       }
       __syncthreads();  // also: every thread has read next_ticket
       const bool moves = !InPlace || s.moves;
@@ -212,8 +219,7 @@ struct pack_kernel {
         if (warp == 0) {
           if (lane == 0) s.next_ticket = index_t(atomicAdd(scratch.ticket, 1u));
           if (moves) {
-            earlier =
-                first_where_in_warp(first + used, lane, [&](index_t i) { return __ldg(slots + i) >= first; }) / tile;
+            earlier = first_where_in_warp(first + used, lane, [&](index_t i) { return source_of(i) >= first; }) / tile;
           }
         }
         __threadfence();  // this thread's reads are done before the mark can be seen
@@ -244,11 +250,11 @@ struct pack_kernel {
         }
       }
       if (thread < used) {
-        if (p.positions.data) p.positions.entry(b, h, heads, first + thread) = position;
-        if (p.scores.data) p.scores.entry(b, h, heads, first + thread) = score;
-        if (p.segments.data) p.segments.entry(b, h, heads, first + thread) = segment;
+        if (p.positions.data) p.positions.entry(b, h, heads, to) = position;
+        if (p.scores.data) p.scores.entry(b, h, heads, to) = score;
+        if (p.segments.data) p.segments.entry(b, h, heads, to) = segment;
         if constexpr (scaled) {
-          const offset_t at = p.target.scales.index(p.target.table.locate(b, h, first + thread), h);
+          const offset_t at = p.target.scales.index(p.target.table.locate(b, h, to), h);
           p.target.scales.k[at] = k_scale, p.target.scales.v[at] = v_scale;
         }
       }
@@ -273,8 +279,8 @@ __global__ void __launch_bounds__(pack_threads, 4)
 
 }  // namespace detail
 
-/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one. Rows
-/// are copied as they are stored, with their scales, positions, scores and segments. Either view may have page tables.
+/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one; with
+/// `ends`, to the slots before an end, behind which no chosen slot may lie (the host does not see it). Rows are copied as they are stored, with their scales, positions, scores and segments. Either view may have page tables.
 ///
 /// In place (`InPlace`: the target has the source's memory), blocks may run in any order, because the selection
 /// ascends. In-place runs that share a workspace must follow one another on one stream. `prepare` the workspace once.
