@@ -46,7 +46,7 @@ tessera_torch::any_pages* tessera_torch_make_pages(const tessera_torch::cache_re
   return new tessera_torch::%s_pages<recipe_type>(request);
 }
 """
-OPERATORS = ("operators.cpp", "page_operators.cpp", "session_operators.cpp")
+OPERATORS = ("operators.cpp", "session_operators.cpp", "pages/page_operators.cpp", "pages/observation_operators.cpp")
 NO_POLICIES = ("backend", "concepts", "core", "math", "methods", "runtime")
 
 
@@ -136,9 +136,11 @@ def library(method, dtype, dim, device="cpu", kind="cache"):
     if device == "cuda" and dtype == torch.float32:
         raise ValueError("dtype is torch.float32; expected torch.bfloat16 or torch.float16 on CUDA; cast the model")
     command = command_of(device)
-    text = (f'#include "{device}_{kind}.{"hpp" if device == "cpu" else "cuh"}"\n' +
+    folder = "pages/" if kind == "pages" else ""
+    text = (f'#include "{folder}{device}_{kind}.{"hpp" if device == "cpu" else "cuh"}"\n' +
             source_of(method, ELEMENTS[dtype], dim) + (EXPORTS if kind == "cache" else PAGE_EXPORTS) % device)
-    unused = (*OPERATORS, "registry.hpp", "tensor_rows.hpp", "torch_memory.hpp", *([] if device == "cuda" else ["backend/cuda"]))
+    unused = (*OPERATORS, "registry.hpp", "tensor_rows.hpp", "torch_memory.hpp", "pages/page_tensors.hpp", *([] if device == "cuda" else ["backend/cuda"]),
+              *([] if kind == "pages" else ["pages/"]))
     depends = machine(command[0], *unused)
     key = hashlib.sha256("\0".join([depends, *command, text]).encode()).hexdigest()[:24]
     name = method if isinstance(method, str) else "policy"

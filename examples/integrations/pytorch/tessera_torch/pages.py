@@ -1,4 +1,4 @@
-"""A method's first stage over pages that an engine owns: choose, pack, free, attend. No cache, and no transformers.
+"""A method's first stage over pages that an engine owns: observe, choose, pack, free, attend. No cache, and no transformers.
 
 The engine has the pools, tables, lengths and positions; everything here reads and changes these tensors where they lie, on
 the current stream, and allocates what it returns.
@@ -20,6 +20,7 @@ class PagedLayer(typing.NamedTuple):
     tables:     [sequences, blocks], or [sequences, kv_heads, blocks] over pages of one head (kv_heads of k is then 1)
     lengths:    [sequences, kv_heads]: every head has a length of its own
     positions:  [sequences, kv_heads, at least blocks * page], of the stored tokens, ascending
+    scores:     torch.float32 like positions, for methods whose scores accumulate beside the tokens (None: none); 0 for a new token
 
     Contiguous memory [sequences, tokens, kv_heads, dim] is a pool of one page a sequence: tables = arange(sequences)[:, None].
     """
@@ -28,6 +29,7 @@ class PagedLayer(typing.NamedTuple):
     tables: torch.Tensor
     lengths: torch.Tensor
     positions: torch.Tensor
+    scores: torch.Tensor | None = None
 
 
 class PageOperations:
@@ -37,13 +39,16 @@ class PageOperations:
     layers, q_heads, kv_heads, dim, dtype, device: the model's
     budget:         what the method keeps of each kv_head; None: the method's default
     prompt:         tokens of a prompt, for budgets that follow its length
-    sliding_window, sliding_layers, scale, softcap, sinks [layers, q_heads]: attention as the model has it
+    sliding_window, sliding_layers, scale, softcap, sink_logits [layers, q_heads]: attention as the model has it
+    rope_frequencies: [dim / 2] numbers, for methods that turn queries back (expected_attention): element d of a query turns with element
+                    d + dim / 2, by position * rope_frequencies[d]
     profile:        a number for each kv_head of the model, [layers][kv_heads], for a method whose budget takes such a table
     parameters:     the method's own
     """
 
     def __init__(self, method, *, layers, q_heads, kv_heads, dim, dtype, device="cpu", budget=None, prompt=0,
-                 sliding_window=0, sliding_layers=(), scale=0.0, softcap=0.0, sinks=None, profile=None, **parameters):
+                 sliding_window=0, sliding_layers=(), scale=0.0, softcap=0.0, sink_logits=None, profile=None,
+                 rope_frequencies=(), **parameters):
         device = torch.device(device)
         self._operators = build.operators()
         path = build.library(method, dtype, dim, device.type, "pages")
@@ -52,7 +57,8 @@ class PageOperations:
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             self._handle = self._operators.pages_open(
                 str(path), layers, q_heads, kv_heads, list(sliding_layers), sliding_window, scale, softcap, budget,
-                settings, prompt, sinks, table)
+                settings, prompt, sink_logits, table, [float(speed) for speed in rope_frequencies])
+        self._q_heads, self._dim, self._device = q_heads, dim, device
         weakref.finalize(self, self._operators.pages_close, self._handle.item())
 
     def append(self, layer, k, v, first_position, new_tokens=None):
@@ -63,8 +69,50 @@ class PageOperations:
         """
         self._operators.pages_append(self._handle, *layer, k, v, first_position, new_tokens)
 
+    @property
+    def observes(self):
+        """What an engine hands over beside the pages: "nothing"; "window", the newest queries of a prompt; "every_query", every query
+        by `observe`, once; "newest_query", the newest query of a call by `observe`; "statistics", every query of a prompt by `observe`;
+        "given", scores of its own in PagedLayer.scores; "more", what operations over pages do not take: then `choose` is refused."""
+        return self._operators.pages_observes(self._handle)
+
+    def statistics(self, sequences):
+        """Empty sums over the queries of so many prompts in one layer: counts, sums, products, which `observe` adds to."""
+        shape = (sequences, self._q_heads)
+        return (torch.zeros(shape, dtype=torch.int64, device=self._device),
+                torch.zeros(*shape, self._dim, dtype=torch.float64, device=self._device),
+                torch.zeros(*shape, self._dim, self._dim, dtype=torch.float64, device=self._device))
+
+    def observe(self, index, layer, q, first_position, valid=None, statistics=None):
+        """What the method sees of queries, once their keys are stored: it adds to layer.scores, or to `statistics`, in place.
+
+        q, first_position, valid: as in `choose`, but all new queries. Each query is observed once, in order; nothing is done for a method
+        that observes nothing, a window, or scores of the engine's own.
+        """
+        kind = self.observes
+        if kind == "newest_query":
+            row = (torch.full_like(first_position, q.shape[1]) if valid is None else valid).clamp(min=1) - 1
+            newest = q[torch.arange(q.shape[0], device=q.device), row.long()][:, None].contiguous()
+            self._operators.pages_observe(self._handle, index, *layer, newest, first_position + row)
+        elif kind == "every_query":
+            for done in range(0, q.shape[1], 512):  # what one call on a GPU scores
+                part = q[:, done:done + 512]
+                some = None if valid is None else (valid - done).clamp(0, part.shape[1])
+                self._operators.pages_observe(self._handle, index, *layer, part, first_position + done, some)
+        elif kind == "statistics":
+            if statistics is None:
+                raise ValueError("statistics is None; expected what PageOperations.statistics makes; keep sums for each prompt")
+            token = torch.arange(q.shape[1], device=q.device)
+            least = self._operators.pages_first_observed(self._handle)
+            outside = first_position[:, None] + token < least
+            if valid is not None:
+                outside = outside | (token >= valid[:, None])
+            # A query that is not finite is left out, so no number has to come to the host.
+            counted = q.masked_fill(outside[:, :, None, None], torch.nan)
+            self._operators.pages_observe_queries(self._handle, *statistics, counted, first_position)
+
     def choose(self, index, layer, q, first_position, valid=None, *, indptr=None, tokens=None, budgets=None, tails=None,
-               granularity=1):
+               granularity=1, statistics=None):
         """What the method keeps of layer `index` -> slots [sequences, kv_heads, capacity], counts [sequences, kv_heads].
 
         q: the newest queries of each sequence, [sequences, tokens, q_heads, dim]; first_position: of the first of them;
@@ -74,14 +122,18 @@ class PageOperations:
         one, first_position is of the first of them, and the newest `tokens` of each count.
         budgets [sequences]: tokens that stay of each kv_head, in place of the method's; tails [sequences]: newest tokens that stay
         whatever their score, in place of the method's.
+        q None: for methods that observe no window; then first_position is of the next token. statistics: what `observe` has added up.
         granularity: counts are multiples of it, whole pages of a head; tokens that are left over go to other heads, a page each.
         """
         if indptr is not None:
             q, first_position, valid = _newest(q, indptr, first_position, tokens, valid)
-        return self._operators.pages_choose(self._handle, index, *layer, q, first_position, valid, budgets, tails, granularity)
+        if q is None:
+            q = layer.k.new_empty(layer.lengths.shape[0], 0, self._q_heads, self._dim)
+        return self._operators.pages_choose(self._handle, index, *layer, q, first_position, valid, budgets, tails, granularity,
+                                            *(statistics or ()))
 
     def pack(self, layer, slots, counts, ends=None):
-        """Chosen rows and their positions move to the front of their head, in place; lengths become the counts.
+        """Chosen rows, their positions and scores move to the front of their head, in place; lengths become the counts.
 
         ends [sequences]: they move to the slots before an end instead, behind which no chosen slot lies. So pages in front become
         free, and slots of later tokens stay where a table by position has them (vLLM).

@@ -14,4 +14,11 @@ struct query_statistics {
   const double* products = nullptr;
 };
 
+/// The same in memory that sums are added to.
+struct summed_queries {
+  offset_t* counts = nullptr;
+  double* sums = nullptr;
+  double* products = nullptr;
+};
+
 TESSERA_NAMESPACE_END

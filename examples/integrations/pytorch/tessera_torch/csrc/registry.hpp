@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "any_pages.hpp"
+#include "pages/any_pages.hpp"
 
 #ifdef TESSERA_TORCH_CUDA
 #include "torch_memory.hpp"

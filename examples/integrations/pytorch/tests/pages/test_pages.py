@@ -94,7 +94,7 @@ def test_a_choice_may_be_read_and_nothing_dropped(device, dtype):
     engine.append(pages, [200, 90, 33])
     newest = [n - 1 for n in engine.next]
     for i, layer in enumerate(engine.layers):
-        before = [x.clone() for x in layer]
+        before = [x.clone() for x in layer[:5]]
         q = engine.rows(engine.q, i, newest, [1] * 3)
         slots, counts = pages.choose(i, layer, q, engine.numbers(newest))
         out, lse = pages.attend(i, layer, q, engine.numbers(newest), slots, counts)
@@ -153,7 +153,7 @@ def test_windows_soft_cap_and_sink_logits():
     engine = Engine("cpu", torch.float32)
     sinks = torch.randn(LAYERS, Q_HEADS, generator=torch.Generator().manual_seed(3))
     pages = operations("cpu", torch.float32, "full", None, sliding_window=24, sliding_layers=[1], scale=0.2, softcap=3.0,
-                       sinks=sinks)
+                       sink_logits=sinks)
     engine.append(pages, [100, 50, 10])
     newest = [n - 1 for n in engine.next]
     for i, layer in enumerate(engine.layers):
@@ -188,10 +188,10 @@ def test_compiled_in_one_graph():
     """No break; what is packed before attention is packed before it."""
     ops, made = build.operators(), []
 
-    def evict_and_attend(handle, k, v, tables, lengths, positions, q, first):
-        slots, counts = ops.pages_choose(handle, 0, k, v, tables, lengths, positions, q * 2, first)
-        ops.pages_pack(handle, k, v, tables, lengths, positions, slots, counts)
-        return ops.pages_attend(handle, 0, q, k, v, tables, lengths, positions, first)[0].sin(), lengths + 0
+    def evict_and_attend(handle, k, v, tables, lengths, positions, scores, q, first):
+        slots, counts = ops.pages_choose(handle, 0, k, v, tables, lengths, positions, scores, q * 2, first)
+        ops.pages_pack(handle, k, v, tables, lengths, positions, scores, slots, counts)
+        return ops.pages_attend(handle, 0, q, k, v, tables, lengths, positions, scores, first)[0].sin(), lengths + 0
 
     for run in (evict_and_attend, torch.compile(evict_and_attend, fullgraph=True, backend="aot_eager")):
         engine, pages = Engine("cpu", torch.float32), operations("cpu", torch.float32)
@@ -208,7 +208,7 @@ def test_errors_are_sentences_and_change_nothing():
     engine.append(pages, [100, 50, 40])
     layer, first = engine.layers[0], engine.numbers([92, 42, 32])
     q = engine.rows(engine.q, 0, [92, 42, 32], [8] * 3)
-    before = [x.clone() for x in layer]
+    before = [x.clone() for x in layer[:5]]
 
     def refused(sentence, call, *arguments, error=ValueError):
         with pytest.raises(error, match=sentence):

@@ -12,7 +12,39 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Queries are added one at a time, in order and in double, so chunks of any size give the same bits.
+/// Adds the queries of positions `first`, `first` + 1, ... from position `least` on to sums in the caller's memory, one at
+/// a time, in order and in double, so chunks of any size give the same bits. Queries that are not finite are left out.
+/// Element d of a query turns with element d + D / 2, by position * frequencies[d].
+/// Shapes   q [tokens, heads, D] of one sequence, frequencies [D / 2]. Needs no memory.
+template <int D, class E>
+void add_queries(const rows_view<E>& q, index_t first, index_t least, const float* frequencies,
+                 const summed_queries& to, executor& workers) {
+  workers.for_each(q.heads, [&](index_t head, int) {
+    double* sums = to.sums + offset_t(head) * D;
+    double* products = to.products + offset_t(head) * D * D;
+    double query[D];
+    for (index_t t = (std::max)(0, least - first); t < q.tokens; ++t) {
+      const E* from = q.row(0, t, head);
+      bool finite = true;
+      for (int d = 0; d < D; ++d) finite &= std::isfinite(float(from[d]));
+      if (!finite) continue;
+      for (int d = 0; d < D / 2; ++d) {
+        const double angle = double(float(first + t) * frequencies[d]);
+        const double cosine = std::cos(angle), sine = std::sin(angle);
+        const double a = double(float(from[d])), b = double(float(from[d + D / 2]));
+        query[d] = a * cosine + b * sine;
+        query[d + D / 2] = b * cosine - a * sine;
+      }
+      ++to.counts[head];
+      for (int i = 0; i < D; ++i) {
+        sums[i] += query[i];
+        for (int j = 0; j <= i; ++j) products[i * D + j] += query[i] * query[j];
+      }
+    }
+  });
+}
+
+/// Sums of one sequence in memory of their own.
 template <int D>
 class query_sums {
  public:
@@ -26,34 +58,10 @@ class query_sums {
   }
   void clear() { *this = {}; }
 
-  /// Adds the queries of positions `first`, `first` + 1, ... from position `least` on. Queries that are not finite are
-  /// left out. Element d of a query turns with element d + D / 2, by position * frequencies[d].
-  /// Shapes   q [tokens, heads, D] of one sequence, frequencies [D / 2]. Needs no memory.
+  /// See add_queries.
   template <class E>
   void add(const rows_view<E>& q, index_t first, index_t least, const float* frequencies, executor& workers) {
-    workers.for_each(q.heads, [&](index_t head, int) {
-      double* sums = sums_.data() + std::size_t(head) * D;
-      double* products = products_.data() + std::size_t(head) * D * D;
-      double query[D];
-      for (index_t t = (std::max)(0, least - first); t < q.tokens; ++t) {
-        const E* from = q.row(0, t, head);
-        bool finite = true;
-        for (int d = 0; d < D; ++d) finite &= std::isfinite(float(from[d]));
-        if (!finite) continue;
-        for (int d = 0; d < D / 2; ++d) {
-          const double angle = double(float(first + t) * frequencies[d]);
-          const double cosine = std::cos(angle), sine = std::sin(angle);
-          const double a = double(float(from[d])), b = double(float(from[d + D / 2]));
-          query[d] = a * cosine + b * sine;
-          query[d + D / 2] = b * cosine - a * sine;
-        }
-        ++counts_[std::size_t(head)];
-        for (int i = 0; i < D; ++i) {
-          sums[i] += query[i];
-          for (int j = 0; j <= i; ++j) products[i * D + j] += query[i] * query[j];
-        }
-      }
-    });
+    add_queries<D>(q, first, least, frequencies, {counts_.data(), sums_.data(), products_.data()}, workers);
   }
 
   query_statistics view() const { return {counts_.data(), sums_.data(), products_.data()}; }

@@ -16,12 +16,14 @@ namespace detail {
 inline constexpr int sums_threads = 256, sums_tile = 64;  // of the products that a block holds, four by four a thread
 inline constexpr index_t sums_at_once = 2048;             // queries of a launch: bounds the table of turns
 
-/// Cosine and sine of what element pair d turns at each position, [tokens, pairs].
+/// Cosine and sine of what element pair d turns at each position, [tokens, pairs]. Positions count from `first`, and from
+/// `*begin` where it is given.
 template <int Threads>
-__global__ void __launch_bounds__(Threads)
-    turns_entry(const float* frequencies, index_t first, index_t tokens, int pairs, double2* turns) {
+__global__ void __launch_bounds__(Threads) turns_entry(const float* frequencies, index_t first, const index_t* begin,
+                                                       index_t tokens, int pairs, double2* turns) {
   const index_t i = index_t(blockIdx.x * Threads + threadIdx.x);
   if (i >= tokens * pairs) return;
+  if (begin) first += *begin;
   // In fp32, as engines turn their queries.
   const double angle = double(__fmul_rn(float(first + i / pairs), frequencies[i % pairs]));
   double2 turn;
@@ -94,13 +96,37 @@ __global__ void __launch_bounds__(sums_threads)
 
 }  // namespace detail
 
+/// Doubles of scratch that `add_queries` needs.
+template <int D>
+constexpr std::size_t query_turns = std::size_t(detail::sums_at_once) * D;
+
+/// Adds the queries of positions `first`, `first` + 1, ..., on from `*begin` on the device where it is given, to sums in
+/// the caller's memory: the device's cpu::add_queries. Queries that are not finite are left out.
+/// Shapes   q [tokens, heads, D] of one sequence, frequencies [D / 2], turns [query_turns<D>], on the device.
+template <int D, class T>
+void add_queries(const rows_view<const T>& q, index_t first, const index_t* begin, const float* frequencies,
+                 const summed_queries& to, double* turns, cudaStream_t stream) {
+  static_assert(D % 4 == 0 && D <= detail::sums_threads, "tessera: sums over queries take head dims up to 256");
+  constexpr int tiles = (D + detail::sums_tile - 1) / detail::sums_tile;
+  auto* const pairs = reinterpret_cast<double2*>(turns);
+  for (index_t done = 0; done < q.tokens; done += detail::sums_at_once) {
+    rows_view<const T> some = q;
+    some.data += done * q.token_stride;
+    some.tokens = (std::min)(detail::sums_at_once, q.tokens - done);
+    detail::turns_entry<256><<<unsigned(ceil_div(some.tokens * (D / 2), 256)), 256, 0, stream>>>(
+        frequencies, first + done, begin, some.tokens, D / 2, pairs);
+    detail::sum_queries_entry<T, D>
+        <<<dim3(tiles * (tiles + 1) / 2, unsigned(q.heads)), detail::sums_threads, 0, stream>>>(some, pairs, to.counts,
+                                                                                                to.sums, to.products);
+    check(cudaGetLastError(), "launch of sum_queries");
+  }
+}
+
 /// The device's cpu::query_sums of every entry, a (layer, sequence).
 /// Memory   entries * q_heads * (k_dim squared + k_dim + 1) doubles.   Cost  k_dim squared / 2 products in double a
 ///          query.
 template <class T, int D>
 class query_sums {
-  static_assert(D % 4 == 0 && D <= detail::sums_threads, "tessera: sums over queries take head dims up to 256");
-
  public:
   query_sums() = default;
   query_sums(index_t entries, index_t q_heads, const host_vector<float>& frequencies)
@@ -108,7 +134,7 @@ class query_sums {
         empty_(std::size_t(entries), 1),
         memory_(std::size_t(entries) * entry_doubles()),
         frequencies_(frequencies.size()),
-        turns_(std::size_t(detail::sums_at_once) * D / 2) {
+        turns_(query_turns<D>) {
     check(cudaMemcpy(frequencies_.data(), frequencies.data(), frequencies_.bytes(), cudaMemcpyHostToDevice),
           "cudaMemcpy");
     check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // streams of the caller's do not wait for it
@@ -117,19 +143,13 @@ class query_sums {
   /// Adds the queries of positions `first`, `first` + 1, ..., but only those at position `least` or later.
   void add(std::size_t entry, const rows_view<const T>& q, index_t first, index_t least, cudaStream_t stream) {
     const query_statistics to = statistics(entry, stream);
-    constexpr int tiles = (D + detail::sums_tile - 1) / detail::sums_tile;
-    for (index_t done = (std::max)(0, least - first); done < q.tokens; done += detail::sums_at_once) {
-      rows_view<const T> some = q;
-      some.data += done * q.token_stride;
-      some.tokens = (std::min)(detail::sums_at_once, q.tokens - done);
-      detail::turns_entry<256><<<unsigned(ceil_div(some.tokens * (D / 2), 256)), 256, 0, stream>>>(
-          frequencies_.data(), first + done, some.tokens, D / 2, turns_.data());
-      detail::sum_queries_entry<T, D>
-          <<<dim3(tiles * (tiles + 1) / 2, unsigned(heads_)), detail::sums_threads, 0, stream>>>(
-              some, turns_.data(), const_cast<offset_t*>(to.counts), const_cast<double*>(to.sums),
-              const_cast<double*>(to.products));
-      check(cudaGetLastError(), "launch of sum_queries");
-    }
+    const index_t skipped = (std::clamp)(least - first, 0, q.tokens);
+    rows_view<const T> some = q;
+    some.data += skipped * q.token_stride;
+    some.tokens -= skipped;
+    add_queries<D>(some, first + skipped, nullptr, frequencies_.data(),
+                   {const_cast<offset_t*>(to.counts), const_cast<double*>(to.sums), const_cast<double*>(to.products)},
+                   turns_.data(), stream);
   }
 
   /// The statistics of all queries added since the entry was last forgotten.
@@ -161,7 +181,7 @@ class query_sums {
   host_vector<char> empty_;  // by entry
   device_buffer<double> memory_;
   device_buffer<float> frequencies_;
-  device_buffer<double2> turns_;
+  device_buffer<double> turns_;
 };
 
 }  // namespace cuda

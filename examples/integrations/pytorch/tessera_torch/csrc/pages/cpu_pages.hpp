@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <tessera/backend/cpu/attend/attend.hpp>
 #include <tessera/backend/cpu/choose/score_and_choose.hpp>
+#include <tessera/backend/cpu/score/query_sums.hpp>
 #include <tessera/backend/cpu/store/free_pages.hpp>
 #include <tessera/backend/cpu/store/pack.hpp>
+#include <vector>
 
 #include "method_pages.hpp"
 
@@ -29,14 +31,42 @@ class cpu_pages final : public method_pages<Recipe> {
     p.new_tokens = new_tokens;
     p.first_position = first_position;
     p.positions = to.positions;
+    p.scores = to.scores;
     p.pool = to.pool;
     tessera::cpu::append(p);
+  }
+
+  void observe(const paged_layer& of, index_t layer, const choice_queries& by, const scratch_memory&, void*) override {
+    if constexpr (base::accumulates) {
+      base::check_observed(of, by);
+      tessera::cpu::require_pages(of.as<view_type>(), of.pool);
+      std::vector<offset_t> begins;
+      for (index_t row = 0; row < of.sequences * of.kv_heads; ++row)
+        begins.push_back(row / of.kv_heads * of.scores.sequence_stride + row % of.kv_heads * of.scores.head_stride);
+      tessera::cpu::score_rows(
+          of.as<view_type>(), tessera::cpu::query_rows<T>{by.q.as<const T>(), by.first_position, by.valid},
+          base::rule(layer), base::first().scorer, of.scores.data, begins.data(), choosing_.scoring, *workers_);
+    } else {
+      base::refuse_to_observe();
+    }
+  }
+
+  void observe_queries(const tensor_rows& q, const index_t* first_position, const tessera::summed_queries& to,
+                       const scratch_memory&, void*) override {
+    if constexpr (base::by_statistics) {
+      tessera::cpu::add_queries<view_type::k_dim>(q.as<const T>(), *first_position, base::first_observed(),
+                                                  base::shape().rope_frequencies.data(), to, *workers_);
+    } else {
+      base::refuse_to_observe();
+    }
   }
 
   void choose(const paged_layer& from, index_t layer, const choice_queries& by, const chosen_slots& to,
               const scratch_memory&, void*) override {
     if constexpr (base::chooses) {
-      tessera::cpu::score_and_choose(base::first(), base::problem(from, layer, by), kept_, choosing_, *workers_);
+      auto p = base::problem(from, layer, by);
+      p.rope_frequencies = base::shape().rope_frequencies.data();
+      tessera::cpu::score_and_choose(base::first(), p, kept_, choosing_, *workers_);
       for (index_t row = 0; row < from.sequences * from.kv_heads; ++row) {
         to.counts[row] = kept_.counts[std::size_t(row)];
         std::copy_n(kept_.row(row), to.counts[row], to.slots + row * to.row_stride);
@@ -52,6 +82,8 @@ class cpu_pages final : public method_pages<Recipe> {
     tessera::pack_problem<view_type, view_type> p{view, chosen.view(), view};
     p.positions = in.positions;
     p.lengths = in.lengths;
+    p.source_scores = {in.scores.data, in.scores.sequence_stride, in.scores.head_stride};
+    p.scores = in.scores;
     p.ends = ends;
     p.pool = in.pool;
     tessera::cpu::pack(p, *workers_);

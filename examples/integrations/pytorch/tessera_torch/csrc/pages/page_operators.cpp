@@ -9,135 +9,20 @@
 #include <string>
 #include <tuple>
 
-#include "tensor_rows.hpp"
+#include "page_tensors.hpp"
 
 namespace tessera_torch {
 namespace {
 
-using maybe_tensor = c10::optional<Tensor>;
-
-std::string text_of(at::IntArrayRef sizes) {
-  std::string text;
-  for (const std::int64_t size : sizes) text += (text.empty() ? "[" : ", ") + std::to_string(size);
-  return text.empty() ? "[]" : text + "]";
-}
-
-/// Numbers of the engine: int32, on the device of its pools, of a shape whose last size is next to each other.
-index_t* counts_in(const Tensor& x, const char* name, at::IntArrayRef sizes, c10::Device device) {
-  tessera::require(x.scalar_type() == at::kInt && x.device() == device, std::string("dtype and device of ") + name,
-                   std::string(c10::toString(x.scalar_type())) + ", " + x.device().str(), "Int, " + device.str(),
-                   "keep it beside the pools as torch.int32");
-  tessera::require(x.sizes() == sizes && x.is_contiguous(), std::string("shape of ") + name,
-                   text_of(x.sizes()) + (x.is_contiguous() ? "" : ", not contiguous"), text_of(sizes),
-                   "pass a contiguous tensor of one number for each");
-  return x.data_ptr<index_t>();
-}
-const index_t* counts_in(const maybe_tensor& x, const char* name, at::IntArrayRef sizes, c10::Device device) {
-  return x ? counts_in(*x, name, sizes, device) : nullptr;
-}
-
-/// Tables and lengths alone.
-paged_layer tables_of(const engine_pages& here, const Tensor& tables, const Tensor& lengths, std::int64_t page) {
-  paged_layer layer;
-  const bool own = tables.dim() == 3;
-  tessera::require(tables.dim() == 2 || (own && tables.size(1) == here.kv_heads), "shape of tables",
-                   text_of(tables.sizes()), "[sequences, blocks] or [sequences, kv_heads, blocks]",
-                   "pass a row of pages for each sequence, or for each of its kv_heads");
-  layer.sequences = index_t(tables.size(0));
-  layer.kv_heads = here.kv_heads;
-  layer.table.blocks = counts_in(tables, "tables", tables.sizes(), lengths.device());
-  layer.table.page = index_t(page);
-  layer.table.sequence_stride = tables.stride(0);
-  layer.table.head_stride = own ? tables.stride(1) : 0;
-  layer.pool.max_blocks = index_t(tables.size(-1));
-  return layer;
-}
-
-paged_layer layer_of(const engine_pages& here, const Tensor& k, const Tensor& v, const Tensor& tables,
-                     const Tensor& lengths, const Tensor& positions) {
-  tessera::require(k.dim() == 4 && v.sizes() == k.sizes(), "shape of k and v",
-                   text_of(k.sizes()) + " and " + text_of(v.sizes()), "[pages, page, kv_heads, dim] both",
-                   "permute the pools to it: that copies nothing");
-  tessera::require(k.is_cpu() || (k.stride(3) == 1 && v.stride(3) == 1), "strides of k and v from element to element",
-                   text_of({k.stride(3), v.stride(3)}), "1 on a GPU: the elements of a row side by side",
-                   "lay rows out so; on the CPU a row may have any stride");
-  paged_layer layer = tables_of(here, tables, lengths, k.size(1));
-  const bool own = layer.table.head_stride != 0;
-  tessera::require(k.size(2) == (own ? 1 : here.kv_heads) && k.size(3) == here.pages->head_dim(),
-                   "kv_heads and dim of k", text_of(k.sizes().slice(2)),
-                   text_of({own ? 1 : here.kv_heads, here.pages->head_dim()}),
-                   own ? "pages of one kv_head have one" : "pass the pools of this model");
-  for (const Tensor& x : {k, v}) {
-    tessera::require(here.takes(x.scalar_type()), "dtype of k and v", c10::toString(x.scalar_type()),
-                     c10::toString(here.dtype), "pass what the operations were made for");
-  }
-  tessera::require(k.device() == v.device() && k.device() == lengths.device(), "device of k, v and lengths",
-                   k.device().str() + ", " + v.device().str() + ", " + lengths.device().str(), "one",
-                   "keep an engine's tensors together");
-  layer.k = k.data_ptr();
-  layer.v = v.data_ptr();
-  layer.k_strides = {k.stride(0), own ? 0 : k.stride(2), k.stride(1), k.stride(3)};
-  layer.v_strides = {v.stride(0), own ? 0 : v.stride(2), v.stride(1), v.stride(3)};
-  layer.pool.pages = index_t(k.size(0));
-  layer.lengths = counts_in(lengths, "lengths", {layer.sequences, layer.kv_heads}, k.device());
-  tessera::require(positions.dim() == 3 && positions.size(2) >= layer.capacity(), "shape of positions",
-                   text_of(positions.sizes()),
-                   "[sequences, kv_heads, at least " + std::to_string(layer.capacity()) + "]",
-                   "make room for a position of every slot");
-  layer.positions.data =
-      counts_in(positions, "positions", {layer.sequences, layer.kv_heads, positions.size(2)}, k.device());
-  layer.positions.sequence_stride = positions.stride(0);
-  layer.positions.head_stride = positions.stride(1);
-  return layer;
-}
-
-/// Rows [sequences, tokens, heads, dim] beside a layer.
-tensor_rows rows_beside(const engine_pages& here, const paged_layer& layer, const Tensor& x, const char* name,
-                        index_t heads) {
-  tessera::require(x.dim() == 4 && x.size(0) == layer.sequences && x.size(2) == heads &&
-                       x.size(3) == here.pages->head_dim() && x.stride(3) == 1,
-                   std::string("shape of ") + name, text_of(x.sizes()),
-                   text_of({layer.sequences, x.dim() == 4 ? x.size(1) : 1, heads, here.pages->head_dim()}),
-                   "pass [sequences, tokens, heads, dim], the elements of a row side by side");
-  tessera::require(here.takes(x.scalar_type()), std::string("dtype of ") + name, c10::toString(x.scalar_type()),
-                   c10::toString(here.dtype), "pass what the operations were made for");
-  return rows_of(x, 1, 2);
-}
-
-/// Memory of one operation, which PyTorch may give to later work of the stream once this is gone.
-struct scratch_tensors {
-  c10::Device device;
-  std::vector<Tensor> held;
-  scratch_memory source() {
-    return [this](std::size_t bytes) -> void* {
-      held.push_back(at::empty({std::int64_t(bytes)}, at::TensorOptions().dtype(at::kByte).device(device)));
-      return held.back().data_ptr();
-    };
-  }
-};
-
-chosen_slots chosen_in(const maybe_tensor& slots, const maybe_tensor& counts, const paged_layer& layer) {
-  tessera::require(slots.has_value() == counts.has_value(), "slots and counts", slots ? "slots alone" : "counts alone",
-                   "both or none", "pass what pages_choose has returned");
-  if (!slots) return {};
-  tessera::require(slots->dim() == 3, "shape of slots", text_of(slots->sizes()), "[sequences, kv_heads, capacity]",
-                   "pass what pages_choose has returned");
-  const std::int64_t each = slots->size(2);
-  const c10::Device device = slots->device();
-  return {counts_in(*slots, "slots", {layer.sequences, layer.kv_heads, each}, device),
-          counts_in(*counts, "counts", {layer.sequences, layer.kv_heads}, device), each};
-}
-
-// --- operators ---------------------------------------------------------------------------------------------------------
-
 Tensor open(const std::string& library, std::int64_t layers, std::int64_t q_heads, std::int64_t kv_heads,
             at::IntArrayRef sliding, std::int64_t window, double scale, double soft_cap,
             c10::optional<std::int64_t> budget, const std::vector<std::string>& settings, std::int64_t prompt,
-            const maybe_tensor& sinks, at::ArrayRef<double> table) {
+            const maybe_tensor& sinks, at::ArrayRef<double> table, at::ArrayRef<double> rope_frequencies) {
   return guarded([&](registry& all) {
     cache_request request =
         request_of(layers, q_heads, kv_heads, sliding, window, scale, soft_cap, budget, settings, sinks, table);
     request.workers = all.executor();
+    request.shape.rope_frequencies.assign(rope_frequencies.begin(), rope_frequencies.end());
     request.tokens = index_t(prompt);
     std::unique_ptr<any_pages> made(
         symbol_of<decltype(&tessera_torch_make_pages)>(library, "tessera_torch_make_pages")(request));
@@ -152,12 +37,12 @@ void close(std::int64_t number) {
 }
 
 void append(const Tensor& handle, const Tensor& k, const Tensor& v, const Tensor& tables, const Tensor& lengths,
-            const Tensor& positions, const Tensor& new_k, const Tensor& new_v, const Tensor& first_position,
-            const maybe_tensor& new_tokens) {
+            const Tensor& positions, const maybe_tensor& scores, const Tensor& new_k, const Tensor& new_v,
+            const Tensor& first_position, const maybe_tensor& new_tokens) {
   const at::OptionalDeviceGuard device(at::device_of(k));
   guarded([&](registry& all) {
     auto& here = all.find_pages(handle);
-    const paged_layer layer = layer_of(here, k, v, tables, lengths, positions);
+    const paged_layer layer = layer_of(here, k, v, tables, lengths, positions, scores);
     here.pages->append(layer, rows_beside(here, layer, new_k, "new_k", here.kv_heads),
                        rows_beside(here, layer, new_v, "new_v", here.kv_heads),
                        counts_in(new_tokens, "new_tokens", {layer.sequences}, k.device()),
@@ -167,16 +52,23 @@ void append(const Tensor& handle, const Tensor& k, const Tensor& v, const Tensor
 
 /// Of each row of slots the first `counts` mean something.
 std::tuple<Tensor, Tensor> choose(const Tensor& handle, std::int64_t index, const Tensor& k, const Tensor& v,
-                                  const Tensor& tables, const Tensor& lengths, const Tensor& positions, const Tensor& q,
-                                  const Tensor& first_position, const maybe_tensor& valid, const maybe_tensor& budgets,
-                                  const maybe_tensor& tails, std::int64_t granularity) {
+                                  const Tensor& tables, const Tensor& lengths, const Tensor& positions,
+                                  const maybe_tensor& scores, const Tensor& q, const Tensor& first_position,
+                                  const maybe_tensor& valid, const maybe_tensor& budgets, const maybe_tensor& tails,
+                                  std::int64_t granularity, const maybe_tensor& query_counts,
+                                  const maybe_tensor& query_sums, const maybe_tensor& query_products) {
   const at::OptionalDeviceGuard device(at::device_of(k));
   return guarded([&](registry& all) {
     auto& here = all.find_pages(handle);
-    const paged_layer layer = layer_of(here, k, v, tables, lengths, positions);
+    const paged_layer layer = layer_of(here, k, v, tables, lengths, positions, scores);
     const Tensor slots = at::full({layer.sequences, layer.kv_heads, layer.capacity()}, -1, lengths.options());
     const Tensor counts = at::zeros({layer.sequences, layer.kv_heads}, lengths.options());
     scratch_tensors scratch{k.device(), {}};
+    std::vector<Tensor> statistics;
+    for (const maybe_tensor* x : {&query_counts, &query_sums, &query_products}) {
+      if (*x) statistics.push_back(**x);
+    }
+    Tensor kept;  // what the statistics are pointed to by
     const auto of_sequences = [&](const auto& x, const char* name) -> const index_t* {
       return counts_in(x, name, {layer.sequences}, k.device());
     };
@@ -185,7 +77,8 @@ std::tuple<Tensor, Tensor> choose(const Tensor& handle, std::int64_t index, cons
                             of_sequences(first_position, "first_position"),
                             of_sequences(budgets, "budgets"),
                             of_sequences(tails, "tails"),
-                            index_t(granularity)};
+                            index_t(granularity),
+                            statistics.empty() ? nullptr : sums_of(here, layer, statistics, k.device(), kept)};
     for (const auto& [numbers, name, least] :
          {std::tuple(by.budgets, "budgets", 1), std::tuple(by.tails, "tails", 0)}) {
       for (index_t b = 0; k.is_cpu() && numbers && b < layer.sequences; ++b)
@@ -198,11 +91,12 @@ std::tuple<Tensor, Tensor> choose(const Tensor& handle, std::int64_t index, cons
 }
 
 void pack(const Tensor& handle, const Tensor& k, const Tensor& v, const Tensor& tables, const Tensor& lengths,
-          const Tensor& positions, const Tensor& slots, const Tensor& counts, const maybe_tensor& ends) {
+          const Tensor& positions, const maybe_tensor& scores, const Tensor& slots, const Tensor& counts,
+          const maybe_tensor& ends) {
   const at::OptionalDeviceGuard device(at::device_of(k));
   guarded([&](registry& all) {
     auto& here = all.find_pages(handle);
-    const paged_layer layer = layer_of(here, k, v, tables, lengths, positions);
+    const paged_layer layer = layer_of(here, k, v, tables, lengths, positions, scores);
     scratch_tensors scratch{k.device(), {}};
     here.pages->pack(layer, chosen_in(slots, counts, layer), counts_in(ends, "ends", {layer.sequences}, k.device()),
                      scratch.source(), current_stream(k));
@@ -234,11 +128,12 @@ std::tuple<Tensor, Tensor> free_pages(const Tensor& handle, const Tensor& tables
 /// out [sequences, tokens, q_heads, dim] of q's dtype, and the log-sum-exps [sequences, tokens, q_heads] in fp32.
 std::tuple<Tensor, Tensor> attend(const Tensor& handle, std::int64_t index, const Tensor& q, const Tensor& k,
                                   const Tensor& v, const Tensor& tables, const Tensor& lengths, const Tensor& positions,
-                                  const Tensor& first_position, const maybe_tensor& slots, const maybe_tensor& counts) {
+                                  const maybe_tensor& scores, const Tensor& first_position, const maybe_tensor& slots,
+                                  const maybe_tensor& counts) {
   const at::OptionalDeviceGuard device(at::device_of(k));
   return guarded([&](registry& all) {
     auto& here = all.find_pages(handle);
-    const paged_layer layer = layer_of(here, k, v, tables, lengths, positions);
+    const paged_layer layer = layer_of(here, k, v, tables, lengths, positions, scores);
     const tensor_rows queries = rows_beside(here, layer, q, "q", here.q_heads);
     tessera::require(queries.tokens <= 8, "tokens of q", queries.tokens, "1 to 8",
                      "a step has few; give prompts to the engine's own attention");
@@ -255,9 +150,10 @@ std::tuple<Tensor, Tensor> attend(const Tensor& handle, std::int64_t index, cons
 
 // Shapes alone, for torch.compile.
 std::tuple<Tensor, Tensor> choose_shape(const Tensor&, std::int64_t, const Tensor& k, const Tensor&,
-                                        const Tensor& tables, const Tensor& lengths, const Tensor&, const Tensor&,
-                                        const Tensor&, const maybe_tensor&, const maybe_tensor&, const maybe_tensor&,
-                                        std::int64_t) {
+                                        const Tensor& tables, const Tensor& lengths, const Tensor&, const maybe_tensor&,
+                                        const Tensor&, const Tensor&, const maybe_tensor&, const maybe_tensor&,
+                                        const maybe_tensor&, std::int64_t, const maybe_tensor&, const maybe_tensor&,
+                                        const maybe_tensor&) {
   return {at::empty_symint({lengths.sym_size(0), lengths.sym_size(1), tables.sym_size(-1) * k.sym_size(1)},
                            lengths.options()),
           at::empty_like(lengths)};
@@ -269,8 +165,8 @@ std::tuple<Tensor, Tensor> free_shape(const Tensor&, const Tensor& tables, const
           at::empty_symint({rows}, lengths.options())};
 }
 std::tuple<Tensor, Tensor> attend_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, const Tensor&,
-                                        const Tensor&, const Tensor&, const Tensor&, const Tensor&, const maybe_tensor&,
-                                        const maybe_tensor&) {
+                                        const Tensor&, const Tensor&, const Tensor&, const maybe_tensor&, const Tensor&,
+                                        const maybe_tensor&, const maybe_tensor&) {
   return {at::empty_symint(q.sym_sizes(), q.options()),
           at::empty_symint(q.sym_sizes().slice(0, 3), q.options().dtype(at::kFloat))};
 }
@@ -281,26 +177,28 @@ std::tuple<Tensor, Tensor> attend_shape(const Tensor&, std::int64_t, const Tenso
 TORCH_LIBRARY_FRAGMENT(tessera, m) {
   m.def(
       "pages_open(str library, int layers, int q_heads, int kv_heads, int[] sliding, int window, float scale, "
-      "float soft_cap, int? budget, str[] settings, int prompt, Tensor? sinks=None, float[] table=[]) -> Tensor",
+      "float soft_cap, int? budget, str[] settings, int prompt, Tensor? sinks=None, float[] table=[], "
+      "float[] rope_frequencies=[]) -> Tensor",
       &tessera_torch::open);
   m.def("pages_close(int handle) -> ()", &tessera_torch::close);
   m.def(
       "pages_append(Tensor pages, Tensor(a!) k, Tensor(b!) v, Tensor tables, Tensor(c!) lengths, Tensor(d!) positions, "
-      "Tensor new_k, Tensor new_v, Tensor first_position, Tensor? new_tokens=None) -> ()");
+      "Tensor(e!)? scores, Tensor new_k, Tensor new_v, Tensor first_position, Tensor? new_tokens=None) -> ()");
   m.def(
       "pages_choose(Tensor pages, int layer, Tensor k, Tensor v, Tensor tables, Tensor lengths, Tensor positions, "
-      "Tensor q, Tensor first_position, Tensor? valid=None, Tensor? budgets=None, Tensor? tails=None, "
-      "int granularity=1) -> "
+      "Tensor? scores, Tensor q, Tensor first_position, Tensor? valid=None, Tensor? budgets=None, Tensor? tails=None, "
+      "int granularity=1, Tensor? query_counts=None, Tensor? query_sums=None, Tensor? query_products=None) -> "
       "(Tensor slots, Tensor counts)");
   m.def(
       "pages_pack(Tensor pages, Tensor(a!) k, Tensor(b!) v, Tensor tables, Tensor(c!) lengths, Tensor(d!) positions, "
-      "Tensor slots, Tensor counts, Tensor? ends=None) -> ()");
+      "Tensor(e!)? scores, Tensor slots, Tensor counts, Tensor? ends=None) -> ()");
   m.def(
       "pages_free(Tensor pages, Tensor tables, Tensor lengths, Tensor(a!) held, int page, int room=0) -> "
       "(Tensor freed, Tensor freed_count)");
   m.def(
       "pages_attend(Tensor pages, int layer, Tensor q, Tensor k, Tensor v, Tensor tables, Tensor lengths, "
-      "Tensor positions, Tensor first_position, Tensor? slots=None, Tensor? counts=None) -> (Tensor out, Tensor lse)");
+      "Tensor positions, Tensor? scores, Tensor first_position, Tensor? slots=None, Tensor? counts=None) -> "
+      "(Tensor out, Tensor lse)");
 }
 
 namespace {
@@ -324,7 +222,7 @@ TORCH_LIBRARY_IMPL(tessera, Meta, m) {
   m.impl("pages_free", &tessera_torch::free_shape);
   m.impl("pages_attend", &tessera_torch::attend_shape);
   m.impl("pages_append", [](const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                            const Tensor&, const Tensor&, const Tensor&, const maybe&) {});
+                            const maybe&, const Tensor&, const Tensor&, const Tensor&, const maybe&) {});
   m.impl("pages_pack", [](const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                          const Tensor&, const Tensor&, const maybe&) {});
+                          const maybe&, const Tensor&, const Tensor&, const maybe&) {});
 }

@@ -5,6 +5,8 @@
 #include <optional>
 #include <tessera/backend/cuda/attend/decode/decode_attention.cuh>
 #include <tessera/backend/cuda/choose/score_and_choose.cuh>
+#include <tessera/backend/cuda/score/expected/query_sums.cuh>
+#include <tessera/backend/cuda/score/score.cuh>
 #include <tessera/backend/cuda/store/append.cuh>
 #include <tessera/backend/cuda/store/free_pages.cuh>
 #include <tessera/backend/cuda/store/pack.cuh>
@@ -40,7 +42,16 @@ class cuda_pages final : public method_pages<Recipe> {
   using first_stage = typename base::first_stage;
 
  public:
-  explicit cuda_pages(const cache_request& request) : base(request), device_(tessera::cuda::device_info::current()) {}
+  explicit cuda_pages(const cache_request& request)
+      : base(request),
+        device_(tessera::cuda::device_info::current()),
+        frequencies_(base::by_statistics ? request.shape.rope_frequencies.size() : 0) {
+    if (frequencies_.size() == 0) return;
+    tessera::cuda::check(cudaMemcpy(frequencies_.data(), request.shape.rope_frequencies.data(), frequencies_.bytes(),
+                                    cudaMemcpyHostToDevice),
+                         "cudaMemcpy");
+    tessera::cuda::check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
+  }
 
   void append(const paged_layer& to, const tensor_rows& k, const tensor_rows& v, const index_t* new_tokens,
               const index_t* first_position, void* stream) override {
@@ -52,7 +63,46 @@ class cuda_pages final : public method_pages<Recipe> {
     p.new_tokens = new_tokens;
     p.first_position = first_position;
     p.positions = to.positions;
+    p.scores = to.scores;
     tessera::cuda::append<view_type, T>(to.sequences, to.kv_heads).run(p, nullptr, at(stream));
+  }
+
+  void observe(const paged_layer& of, index_t layer, const choice_queries& by, const scratch_memory& scratch,
+               void* stream) override {
+    if constexpr (base::accumulates) {
+      base::check_observed(of, by);
+      tessera::require(of.scores.sequence_stride == of.scores.head_stride * of.kv_heads,
+                       "sequence stride of the scores", of.scores.sequence_stride,
+                       "kv_heads rows, " + std::to_string(of.scores.head_stride * of.kv_heads),
+                       "keep them as [sequences, kv_heads, slots]");
+      const auto& operation =
+          observing_({of.sequences, of.kv_heads, base::shape().q_heads, by.q.tokens, of.capacity()}, [&] {
+            return scoring(of.sequences, of.kv_heads, base::shape().q_heads, by.q.tokens, of.capacity(), device_);
+          });
+      tessera::cuda::score_problem<view_type> p;
+      p.view = of.as<view_type>();
+      p.q = by.q.as<const T>();
+      p.first_position = by.first_position;
+      p.valid = by.valid;
+      p.rule = base::rule(layer);
+      p.scores = of.scores.data;
+      p.row_stride = of.scores.head_stride;
+      p.accumulate = !base::newest;
+      operation.run(p, base::first().scorer, scratch(operation.workspace_bytes()), at(stream));
+    } else {
+      base::refuse_to_observe();
+    }
+  }
+
+  void observe_queries(const tensor_rows& q, const index_t* first_position, const tessera::summed_queries& to,
+                       const scratch_memory& scratch, void* stream) override {
+    if constexpr (base::by_statistics) {
+      constexpr int dim = view_type::k_dim;
+      auto* const turns = static_cast<double*>(scratch(tessera::cuda::query_turns<dim> * sizeof(double)));
+      tessera::cuda::add_queries<dim>(q.as<const T>(), 0, first_position, frequencies_.data(), to, turns, at(stream));
+    } else {
+      base::refuse_to_observe();
+    }
   }
 
   void choose(const paged_layer& from, index_t layer, const choice_queries& by, const chosen_slots& to,
@@ -63,8 +113,10 @@ class cuda_pages final : public method_pages<Recipe> {
       const auto& operation =
           choosing_({limits.sequences, limits.kv_heads, limits.q_heads, limits.queries, limits.capacity},
                     [&] { return chooser(base::first(), limits, device_); });
-      const tessera::selection_view kept = operation.run(base::first(), base::problem(from, layer, by),
-                                                         scratch(operation.workspace_bytes()), at(stream));
+      auto p = base::problem(from, layer, by);
+      if constexpr (base::by_statistics) p.rope_frequencies = frequencies_.data();
+      const tessera::selection_view kept =
+          operation.run(base::first(), p, scratch(operation.workspace_bytes()), at(stream));
       const std::size_t rows = std::size_t(from.sequences) * std::size_t(from.kv_heads), slot = sizeof(index_t);
       const std::size_t each = std::size_t(from.capacity()) * slot;
       tessera::require(!kept.offsets && kept.row_stride >= from.capacity(), "row stride of what is kept",
@@ -88,6 +140,8 @@ class cuda_pages final : public method_pages<Recipe> {
     tessera::pack_problem<view_type, view_type> p{view, chosen.view(), view};
     p.positions = in.positions;
     p.lengths = in.lengths;
+    p.source_scores = {in.scores.data, in.scores.sequence_stride, in.scores.head_stride};
+    p.scores = in.scores;
     p.ends = ends;
     void* memory = scratch(operation.workspace_bytes());
     operation.prepare(memory, at(stream));
@@ -139,13 +193,24 @@ class cuda_pages final : public method_pages<Recipe> {
     using type = int;
   };
   using chooser = typename chooser_of<base::chooses, first_stage>::type;
+  template <bool Accumulates, class Scorer>
+  struct scoring_of {
+    using type = tessera::cuda::attentive_score<view_type, Scorer>;
+  };
+  template <class Scorer>
+  struct scoring_of<false, Scorer> {
+    using type = int;
+  };
+  using scoring = typename scoring_of<base::accumulates, typename base::scorer_type>::type;
 
   static cudaStream_t at(void* stream) { return static_cast<cudaStream_t>(stream); }
 
   tessera::cuda::device_info device_;
+  tessera::cuda::device_buffer<float> frequencies_;  // how RoPE turns queries, for methods of statistics
   made_for<chooser> choosing_;
   made_for<packer> packing_;
   made_for<attention> attending_;
+  made_for<scoring> observing_;
 };
 
 }  // namespace tessera_torch

@@ -3,10 +3,11 @@
 
 #include <functional>
 #include <tessera/core/engine/page_pool.hpp>
+#include <tessera/core/prompt/query_statistics.hpp>
 #include <tessera/core/selection.hpp>
 #include <tessera/core/stored/slot_column.hpp>
 
-#include "recipe_library.hpp"
+#include "../recipe_library.hpp"
 
 namespace tessera_torch {
 
@@ -20,6 +21,7 @@ struct paged_layer {
   index_t sequences = 0, kv_heads = 0;
   index_t* lengths = nullptr;
   tessera::slot_column<index_t> positions;
+  tessera::slot_column<float> scores;  ///< strided as the positions; data null: none
   tessera::block_table table;
   tessera::page_pool pool;
 
@@ -52,6 +54,8 @@ struct choice_queries {
   const index_t* budgets = nullptr;  ///< tokens that stay of each kv_head
   const index_t* tails = nullptr;    ///< newest tokens that stay whatever their score
   index_t granularity = 1;           ///< counts of heads are multiples of it: whole pages
+  /// [sequences] on the device of the pages: what `observe_queries` has added up.
+  const tessera::query_statistics* statistics = nullptr;
 };
 
 /// Slots of every (sequence, kv_head), ascending, at the front of its row.
@@ -82,14 +86,26 @@ class any_pages {
 
   virtual tessera::element_kind element() const = 0;
   virtual index_t head_dim() const = 0;
+  /// What the method's scorer observes, which an engine hands over: "nothing", the newest queries of a prompt ("window"),
+  /// every query or each newest one by `observe` ("every_query", "newest_query"), every query by `observe_queries`
+  /// ("statistics"), scores of its own ("given"); "more": what operations over pages do not take.
+  virtual const char* observes() const = 0;
+  /// The first position whose query counts in statistics.
+  virtual index_t first_observed() const = 0;
 
   /// New tokens behind what every head holds; lengths and positions move on. new_tokens [sequences], or null: all rows.
   virtual void append(const paged_layer& to, const tensor_rows& k, const tensor_rows& v, const index_t* new_tokens,
                       const index_t* first_position, void* stream) = 0;
+  /// Adds the weights of queries to the layer's scores, or replaces them by those of one query.
+  virtual void observe(const paged_layer& of, index_t layer, const choice_queries& by, const scratch_memory& scratch,
+                       void* stream) = 0;
+  /// Adds the queries of one sequence, from position *first_position on, to its sums.
+  virtual void observe_queries(const tensor_rows& q, const index_t* first_position, const tessera::summed_queries& to,
+                               const scratch_memory& scratch, void* stream) = 0;
   /// What the method's first stage keeps of a layer.
   virtual void choose(const paged_layer& from, index_t layer, const choice_queries& by, const chosen_slots& to,
                       const scratch_memory& scratch, void* stream) = 0;
-  /// Chosen rows, and their positions, move to slots 0, 1, 2, ... of their head, or to those before `ends` [sequences];
+  /// Chosen rows, their positions and scores, move to slots 0, 1, 2, ... of their head, or to those before `ends` [sequences];
   /// lengths become the counts.
   virtual void pack(const paged_layer& in, const chosen_slots& chosen, const index_t* ends,
                     const scratch_memory& scratch, void* stream) = 0;
