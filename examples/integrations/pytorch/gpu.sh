@@ -83,7 +83,7 @@ building=$!
 if [ "$only" = benchmark ]; then
   build operators
 else
-  build operators {ada_snapkv,snapkv,duo_attention}:bfloat16:64:cuda:pages
+  build operators {ada_snapkv,snapkv,duo_attention,h2o,tova,expected_attention}:bfloat16:64:cuda:pages
 fi
 
 # Only the plugins that are named: others of the machine may not fit the pytest that was brought along.
