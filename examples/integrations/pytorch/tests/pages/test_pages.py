@@ -278,7 +278,7 @@ def test_an_eviction_in_a_cuda_graph_follows_its_lengths():
         first = [n - 8 for n in engine.next]
         q, first = engine.rows(engine.q, 0, first, [8] * 3), engine.numbers(first)
         layer, held = engine.layers[0], engine.held.clone()
-        state = [x.clone() for x in (*layer, held)]
+        state = [x.clone() for x in (*layer[:5], held)]
 
         def run():
             pages.pack(layer, *pages.choose(0, layer, q, first))
@@ -291,7 +291,7 @@ def test_an_eviction_in_a_cuda_graph_follows_its_lengths():
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 result = run()
-            for x, was in zip((*layer, held), state):
+            for x, was in zip((*layer[:5], held), state):
                 x.copy_(was)
             graph.replay()
         else:
