@@ -99,8 +99,8 @@ append_problem(View, rows_view<K>, rows_view<V>, Rest...) -> append_problem<View
 
 /// What to keep and where it goes; on the device every pointer is a device pointer.
 ///
-/// Rows of a head begin at slot 0, or end at a slot that `ends` gives: an engine whose tables go by position (vLLM) packs
-/// a prompt towards its end, so that pages in front become free and the next token's slot stays where it was.
+/// Rows of a head begin at slot 0, or end at a slot that `ends` gives: an engine whose tables go by position (vLLM)
+/// packs a prompt towards its end, so that pages in front become free and the next token's slot stays where it was.
 ///
 /// In place, `target` is `source`. That is safe because the selection ascends, and because every chosen slot lies below
 /// its end. A page in which a row moves must then be in one table only: pack shared pages into new ones.

@@ -6,10 +6,10 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Turns what the heads of a layer keep into whole pages. Each head gets the full pages of its count, and at least those
-/// of what it must keep. The tokens that are left over are given out a page at a time, to the head whose remainder is
-/// largest; ties go to the lower head. A head that keeps everything keeps it. So the heads keep no more than before, but
-/// for pages that a head must have.
+/// Turns what the heads of a layer keep into whole pages. Each head gets the full pages of its count, and at least
+/// those of what it must keep. The tokens that are left over are given out a page at a time, to the head whose
+/// remainder is largest; ties go to the lower head. A head that keeps everything keeps it. So the heads keep no more
+/// than before, but for pages that a head must have.
 /// Shapes   counts [heads], changed; tokens_of(head): what it stores; least_of(head): what it must keep.
 /// Cost     a look at every head for each page that is given out; fewer than `heads`, unless heads are full.
 template <class Tokens, class Least>

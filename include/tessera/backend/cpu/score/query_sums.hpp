@@ -12,9 +12,9 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Adds the queries of positions `first`, `first` + 1, ... from position `least` on to sums in the caller's memory, one at
-/// a time, in order and in double, so chunks of any size give the same bits. Queries that are not finite are left out.
-/// Element d of a query turns with element d + D / 2, by position * frequencies[d].
+/// Adds the queries of positions `first`, `first` + 1, ... from position `least` on to sums in the caller's memory,
+/// one at a time, in order and in double, so chunks of any size give the same bits. Queries that are not finite are
+/// left out. Element d of a query turns with element d + D / 2, by position * frequencies[d].
 /// Shapes   q [tokens, heads, D] of one sequence, frequencies [D / 2]. Needs no memory.
 template <int D, class E>
 void add_queries(const rows_view<E>& q, index_t first, index_t least, const float* frequencies,

@@ -96,14 +96,14 @@ void append(const View& view, const rows_view<K>& k, const rows_view<V>& v) {
   append(append_problem<View, common_element<K, V>>{view, k, v});
 }
 
-/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one, with
-/// their scales, positions, scores and segments, as cuda::pack does. With `ends` they go to the slots before an end.
-/// In place this is safe: indices ascend, so a row is read before it is overwritten. Towards an end the last row moves
-/// first.
-/// Errors   a selection that does not ascend within the stored slots; an end before the rows that shall lie there, or in
-///          place at or before a chosen slot; scales that rows of `target` share; a column to write without one to read;
-///          with `pool.pages`, table entries outside it and moves into a page of another table: tessera::error, before
-///          anything moves.
+/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one,
+/// with their scales, positions, scores and segments, as cuda::pack does. With `ends` they go to the slots before an
+/// end. In place this is safe: indices ascend, so a row is read before it is overwritten. Towards an end the last row
+/// moves first.
+/// Errors   a selection that does not ascend within the stored slots; an end before the rows that shall lie there, or
+///          in place at or before a chosen slot; scales that rows of `target` share; a column to write without one to
+///          read; with `pool.pages`, table entries outside it and moves into a page of another table: tessera::error,
+///          before anything moves.
 /// Cost     reads and writes each chosen row once. Rows of other sequences and heads are untouched.
 template <class From, class To>
 void pack(const pack_problem<From, To>& p, executor& workers) {

@@ -67,8 +67,8 @@ struct pack_scratch {
   offset_t tiles;
 };
 
-/// Gathers tile by tile. A tile is a range of consecutive target slots of one (sequence, head). Where rows go towards an
-/// end, slots are counted from there backwards, which turns moves up into moves down.
+/// Gathers tile by tile. A tile is a range of consecutive target slots of one (sequence, head). Where rows go towards
+/// an end, slots are counted from there backwards, which turns moves up into moves down.
 ///
 /// In place: sources ascend and never lie below their target. So only tiles up to t read what tile t overwrites. Each
 /// tile first reads all of its rows and sets its mark. It then waits for the marks of the (at most two) earlier tiles
@@ -175,9 +175,8 @@ struct pack_kernel {
       const index_t* slots = p.chosen.row(row);
       const index_t count = p.chosen.count(row), used = (min)(index_t(tile), count - first);
       const bool backwards = p.ends != nullptr;
-      const index_t last_slot = backwards ? p.ends[b] - 1 : 0;
       // The slot of the i-th row, and of the i-th target, counted from where rows begin or end.
-      const auto counted = [&](index_t slot) { return backwards ? last_slot - slot : slot; };
+      const auto counted = [&](index_t slot) { return backwards ? p.ends[b] - 1 - slot : slot; };
       const auto source_of = [&](index_t i) { return counted(__ldg(slots + (backwards ? count - 1 - i : i))); };
       const index_t to = counted(first + thread);
 
@@ -279,8 +278,9 @@ __global__ void __launch_bounds__(pack_threads, 4)
 
 }  // namespace detail
 
-/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one; with
-/// `ends`, to the slots before an end, behind which no chosen slot may lie (the host does not see it). Rows are copied as they are stored, with their scales, positions, scores and segments. Either view may have page tables.
+/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one;
+/// with `ends`, to the slots before an end, behind which no chosen slot may lie (the host does not see it). Rows are
+/// copied as they are stored, with their scales, positions, scores and segments. Either view may have page tables.
 ///
 /// In place (`InPlace`: the target has the source's memory), blocks may run in any order, because the selection
 /// ascends. In-place runs that share a workspace must follow one another on one stream. `prepare` the workspace once.

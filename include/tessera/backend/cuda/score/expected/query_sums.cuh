@@ -16,8 +16,8 @@ namespace detail {
 inline constexpr int sums_threads = 256, sums_tile = 64;  // of the products that a block holds, four by four a thread
 inline constexpr index_t sums_at_once = 2048;             // queries of a launch: bounds the table of turns
 
-/// Cosine and sine of what element pair d turns at each position, [tokens, pairs]. Positions count from `first`, and from
-/// `*begin` where it is given.
+/// Cosine and sine of what element pair d turns at each position, [tokens, pairs]. Positions count from `first`, and
+/// from `*begin` where it is given.
 template <int Threads>
 __global__ void __launch_bounds__(Threads) turns_entry(const float* frequencies, index_t first, const index_t* begin,
                                                        index_t tokens, int pairs, double2* turns) {
@@ -100,8 +100,8 @@ __global__ void __launch_bounds__(sums_threads)
 template <int D>
 constexpr std::size_t query_turns = std::size_t(detail::sums_at_once) * D;
 
-/// Adds the queries of positions `first`, `first` + 1, ..., on from `*begin` on the device where it is given, to sums in
-/// the caller's memory: the device's cpu::add_queries. Queries that are not finite are left out.
+/// Adds the queries of positions `first`, `first` + 1, ..., on from `*begin` on the device where it is given, to sums
+/// in the caller's memory: the device's cpu::add_queries. Queries that are not finite are left out.
 /// Shapes   q [tokens, heads, D] of one sequence, frequencies [D / 2], turns [query_turns<D>], on the device.
 template <int D, class T>
 void add_queries(const rows_view<const T>& q, index_t first, const index_t* begin, const float* frequencies,
