@@ -109,7 +109,7 @@ class Row:
     skipped:  columns of its table that attention does not read
     compacts: the prompt is compacted behind the step's attention
     queries:  how many of the newest queries the choice looks at (compacts), of this step and of kept ones
-    keeps:    how many of the newest queries are kept for a later choice; 0: none
+    keeps:    how many of the newest queries are kept for a later choice, if so many are there; 0: none
     """
     skipped: int
     compacts: bool

@@ -81,7 +81,7 @@ def _count(name, value, smallest=1):
 
 def _method(value):
     if not isinstance(value, str) or value not in METHODS:
-        why = f": {value} {REFUSED[value].removeprefix('it ')}" if value in REFUSED else ""
+        why = f": as for {value}, {REFUSED[value]}" if isinstance(value, str) and value in REFUSED else ""
         raise refused("method", repr(value), _words(METHODS), f"take one of these{why}")
     return value
 
