@@ -27,6 +27,9 @@ REFUSED = {
     "expected_attention": "it needs statistics of all queries",
 }
 LARGEST = 1 << 30
+# Arguments of PageOperations itself, which hide a method's parameter of the same name.
+HIDDEN = ("layers", "q_heads", "kv_heads", "dim", "dtype", "device", "budget", "prompt", "sliding_window", "sliding_layers",
+          "scale", "softcap", "sinks", "profile")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +93,12 @@ def _parameters(value):
     if not isinstance(value, dict) or not all(
             isinstance(name, str) and type(number) in (int, float, str) for name, number in value.items()):
         raise refused("parameters", repr(value), "a dict of names and numbers or words", "pass the method's own parameters")
+    for name in value:
+        if name in HIDDEN:
+            raise refused("a name of parameters", repr(name), f"another one than {', '.join(HIDDEN)}",
+                          "leave it out: the page operators have an argument of this name, so the method keeps its default")
+    if value.get("dense_layers"):
+        raise refused("dense_layers", repr(value["dense_layers"]), "0", "leave it out: all layers share one table")
     return tuple(sorted(value.items()))
 
 

@@ -123,7 +123,7 @@ def test_a_window_always_fits_what_is_kept():
     ({"budget": True}, "budget is True"), ({"budget": "256"}, "budget is '256'"), ({"chunk": -1}, "chunk is -1"),
     ({"parameters": [1]}, "parameters is [1]"), ({"parameters": {"window": "32"}}, "window is '32'"),
     ({"parameters": {"window": 512}}, "budget is 256; expected at least the window, which is 512"),
-    ({"figures": 7}, "figures is 7"),
+    ({"parameters": {"sinks": 4}}, "a name of parameters is 'sinks'"), ({"figures": 7}, "figures is 7"),
 ])
 def test_a_servers_wrong_setting_is_refused_in_a_sentence(given, said):
     with pytest.raises(ValueError) as caught:
