@@ -1,9 +1,11 @@
 """What the server and a request have asked for, read from dicts, and refused in a sentence. Knows nothing of vLLM.
 
 Server:   additional_config={"tessera": {"mode": "compact", "method": "snapkv", "budget": 256, "parameters": {"window": 32}}}
-Request:  extra_args={"tessera": {"budget": 512}}, or {"tessera": {"mode": "off"}} for a request that stays whole
+Request:  extra_args={"tessera": {"budget": 512}}, or {"tessera": {"mode": "off"}} for a request that stays whole; over HTTP,
+          where vLLM takes words and numbers alone, as JSON: "vllm_xargs": {"tessera": '{...}'}
 """
 import dataclasses
+import json
 
 MODES = {
     "compact": "when a prompt ends, each layer keeps `budget` tokens of each kv_head",
@@ -132,6 +134,12 @@ def of_request(extra_args):
     if not isinstance(extra_args, dict) or "tessera" not in extra_args:
         return {}
     given = extra_args["tessera"]
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise refused("what a request has asked for", repr(given), "JSON of a dict, or a dict",
+                          f"correct it ({error})") from error
     readers = {"mode": _mode, "budget": lambda value: _count("budget", value), "chunk": lambda value: _count("chunk", value)}
     _known_keys(given, readers, "a request")
     return {name: readers[name](value) for name, value in given.items()}

@@ -132,7 +132,7 @@ def test_a_servers_wrong_setting_is_refused_in_a_sentence(given, said):
 
 
 @pytest.mark.parametrize("given, said", [
-    (4, "is 4; expected a dict"), ({"method": "snapkv"}, "is 'method'; expected budget, chunk, mode"),
+    (4, "is 4; expected a dict"), ("budget=4", "is 'budget=4'; expected JSON"), ('{"budget": 0}', "budget is 0"), ({"method": "snapkv"}, "is 'method'; expected budget, chunk, mode"),
     ({"budget": -4}, "budget is -4"), ({"mode": "compress"}, "mode is 'compress'"), ({"chunk": 1 << 40}, "chunk is"),
 ])
 def test_a_requests_wrong_setting_is_refused_in_a_sentence(given, said):
@@ -143,4 +143,5 @@ def test_a_requests_wrong_setting_is_refused_in_a_sentence(given, said):
 
 def test_nothing_is_asked_of_a_server_without_settings():
     assert settings.of_server({}) is None and settings.of_server(None) is None
+    assert settings.of_request({"tessera": '{"budget": 512}'}) == settings.of_request({"tessera": {"budget": 512}})
     assert settings.of_request(None) == {} and settings.of_request({"other": 1}) == {}
