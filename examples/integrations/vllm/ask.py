@@ -1,5 +1,5 @@
-"""Asks a server of serve.sh about a long document, with the server's settings and as a request that stays whole; prints what
-both held and read."""
+"""Asks a server of serve.sh about a long document, with the server's settings and as a request that stays whole;
+prints what both held and read."""
 import argparse
 import json
 import os
@@ -53,10 +53,13 @@ def main():
         answers.append(post(asked.port, body))
     lines = [json.loads(line) for line in asked.figures.read_text().splitlines()]
     print(f"\n{'':34}{'compacted':>16}{'whole':>16}")
-    print(f"{'answer begins':34}" + "".join(f"{answer['choices'][0]['text'].split(chr(10))[0].strip():>16}" for answer in answers))
+    begins = [answer["choices"][0]["text"].split("\n")[0].strip() for answer in answers]
+    print(f"{'answer begins':34}" + "".join(f"{text:>16}" for text in begins))
     for name, label in (("prompt", "tokens of the prompt"), ("generated", "tokens of the answer"),
-                        ("blocks_of_all_tokens", "blocks of all its tokens"), ("blocks_freed", "blocks freed behind the prompt"),
-                        ("blocks_held", "blocks held at the end"), ("tokens_stored_at_steps", "tokens before its steps, in all"),
+                        ("blocks_of_all_tokens", "blocks of all its tokens"),
+                        ("blocks_freed", "blocks freed behind the prompt"),
+                        ("blocks_held", "blocks held at the end"),
+                        ("tokens_stored_at_steps", "tokens before its steps, in all"),
                         ("tokens_read_at_steps", "tokens read of a layer, in all")):
         print(f"{label:34}" + "".join(f"{line[name]:>16,}" for line in lines))
 

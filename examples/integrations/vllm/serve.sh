@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Serves the shipped model, or MODEL, with one method through vLLM's OpenAI-compatible server, asks a question about a long
-# document, and prints what the request held and read beside a request that stays whole.
+# Serves the shipped model, or MODEL, with one method through vLLM's OpenAI-compatible server, asks a question about a
+# long document, and prints what the request held and read beside a request that stays whole.
 #
-#   examples/integrations/vllm/serve.sh [METHOD [BUDGET]]     in an environment as test.sh makes it; VENV=FOLDER names one
+#   examples/integrations/vllm/serve.sh [METHOD [BUDGET]]     in an environment as test.sh makes it
+#   VENV=FOLDER serve.sh                                      which is this one
 #   PORT=8123 MODE=chunked MODEL=PATH serve.sh keydiff 512
 #   KEEP=1 serve.sh                                           the server goes on until Ctrl-C
 set -euo pipefail
@@ -30,9 +31,13 @@ settings=$(printf '{"tessera": {"mode": "%s", "method": "%s", "budget": %d, "fig
 # As `vllm serve` does; that command asks for a package called vllm, which the CPU's wheel is not.
 echo "python -m vllm.entrypoints.openai.api_server --model MODEL --worker-cls tessera_vllm.worker.Worker \\"
 echo "  --scheduler-cls tessera_vllm.scheduler.Scheduler --additional-config '$settings'"
-python -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name shipped --port "$port" --block-size 32 --enforce-eager --max-model-len 8192 \
+python -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name shipped --port "$port" \
+  --block-size 32 --enforce-eager --max-model-len 8192 \
   --worker-cls tessera_vllm.worker.Worker --scheduler-cls tessera_vllm.scheduler.Scheduler \
   --additional-config "$settings" >"$work/server.log" 2>&1 &
 server=$!
-python "$here/ask.py" --port "$port" --server "$server" --figures "$work/figures.jsonl" || { tail -n 30 "$work/server.log" >&2; exit 1; }
+if ! python "$here/ask.py" --port "$port" --server "$server" --figures "$work/figures.jsonl"; then
+  tail -n 30 "$work/server.log" >&2
+  exit 1
+fi
 if [ -n "${KEEP:-}" ]; then echo "The server answers on port $port until Ctrl-C."; wait "$server"; fi

@@ -1,7 +1,7 @@
 """Tessera's KV-cache compression as a plug-in of vLLM: nothing of vLLM is patched. See README.md.
 
-vLLM calls `register` in every process (entry point vllm.general_plugins). A server without tessera's settings runs as if the
-package were not there.
+vLLM calls `register` in every process (entry point vllm.general_plugins). A server without tessera's settings runs as
+if the package were not there.
 """
 
 

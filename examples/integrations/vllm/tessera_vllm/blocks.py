@@ -1,7 +1,8 @@
-"""The scheduler's side: blocks that a request has given up are freed, and what is overwritten stays out of the prefix cache.
+"""The scheduler's side: blocks that a request has given up are freed, and what is overwritten stays out of the prefix
+cache.
 
-vLLM's registry gives the layers' spec a manager of one's own. It asks the requests' schedules (plan.py), which the scheduler
-(scheduler.py) has put beside the hashes of their blocks.
+vLLM's registry gives the layers' spec a manager of one's own. It asks the requests' schedules (plan.py), which the
+scheduler (scheduler.py) has put beside the hashes of their blocks.
 """
 import dataclasses
 
@@ -27,6 +28,11 @@ class ScheduledHashes(list):
         self.schedule = schedule
 
 
+def schedule_of(request):
+    """A request's schedule; None: it stays whole."""
+    return getattr(request.block_hashes, "schedule", None) if request is not None else None
+
+
 class CompactedManager(FullAttentionManager):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -34,8 +40,7 @@ class CompactedManager(FullAttentionManager):
         self.when_freed = None   # called with a request's id and its blocks before they go back to the pool
 
     def schedule(self, request_id):
-        request = self.requests.get(request_id)
-        return getattr(request.block_hashes, "schedule", None) if request is not None else None
+        return schedule_of(self.requests.get(request_id))
 
     def remove_skipped_blocks(self, request_id, processed_computed_tokens, num_prompt_tokens=None):
         schedule = self.schedule(request_id)
@@ -50,7 +55,7 @@ class CompactedManager(FullAttentionManager):
         return super().find_longest_cache_hit(block_hashes, max_length, *args, **kwargs)
 
     def cache_blocks(self, request, num_tokens, *args, **kwargs):
-        schedule = getattr(request.block_hashes, "schedule", None)
+        schedule = schedule_of(request)
         shared = schedule.shared_blocks() if schedule is not None else None
         if shared is not None:
             num_tokens = min(num_tokens, shared * self.block_size)
@@ -66,7 +71,8 @@ class CompactedManager(FullAttentionManager):
         # To admit a request vLLM asks for the blocks of all its tokens, but it never holds them all at once. Hits that
         # nobody holds are taken from the free blocks, too.
         hits = len(new_computed_blocks)
-        first = max(0, schedule.blocks_before_first(num_tokens) - hits) + self._get_num_evictable_blocks(new_computed_blocks)
+        evictable = self._get_num_evictable_blocks(new_computed_blocks)
+        first = max(0, schedule.blocks_before_first(num_tokens) - hits) + evictable
         return min(needed, max(first, schedule.most_blocks_later(num_tokens)))
 
     def pop_blocks_for_free(self, request_id):

@@ -1,7 +1,9 @@
-"""Compiles what a server will need, before it starts: python -m tessera_vllm.build --model PATH --methods snapkv,keydiff
+"""Compiles what a server will need, before it starts.
 
-Inside an engine nothing is compiled. Libraries are kept by their content in $TESSERA_TORCH_CACHE, or ~/.cache/tessera_torch;
-the server must see the same variable, the same compiler and the same processor.
+python -m tessera_vllm.build --model PATH --methods snapkv,keydiff
+
+Inside an engine nothing is compiled. Libraries are kept by their content in $TESSERA_TORCH_CACHE, or
+~/.cache/tessera_torch; the server must see the same variable, the same compiler and the same processor.
 """
 import argparse
 import sys
@@ -24,7 +26,8 @@ def model_of(path):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m tessera_vllm.build", description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser = argparse.ArgumentParser(prog="python -m tessera_vllm.build",
+                                     description=__doc__.split("\n\n", maxsplit=1)[0])
     parser.add_argument("--model", required=True, help="as for vllm serve")
     parser.add_argument("--methods", required=True, help=f"some of {', '.join(settings.METHODS)}, separated by commas")
     parser.add_argument("--dtype", help="as for vllm serve; left out: the model's")

@@ -1,5 +1,5 @@
-"""The worker's side on the CPU: vLLM's own kernels over the columns of a table that are still read, and compaction behind
-the attention of a prompt's end."""
+"""The worker's side on the CPU: vLLM's own kernels over the columns of a table that are still read, and compaction
+behind the attention of a prompt's end."""
 import dataclasses
 
 import torch
@@ -73,12 +73,12 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
             skipped.append(row.skipped)
             if row.compacts or row.keeps:
                 blocks = metadata.block_table_tensor[number, row.skipped:end // self.block_size].long()
-                prompts.append(PromptRow(request.req_id, slice(begins[number], begins[number + 1]), start, end, row, schedule,
-                                         blocks))
+                own = slice(begins[number], begins[number + 1])
+                prompts.append(PromptRow(request.req_id, own, start, end, row, schedule, blocks))
             following = schedule.next_compaction(start)
             if following is not None and end > following:
-                raise RuntimeError(f"tessera: a step takes a prompt from {start} to {end}; expected at most {following}, where "
-                                   f"it is compacted; pass --scheduler-cls {refusals.SCHEDULER}")
+                raise RuntimeError(f"tessera: a step takes a prompt from {start} to {end}; expected at most "
+                                   f"{following}, where it is compacted; pass --scheduler-cls {refusals.SCHEDULER}")
         return skipped, prompts
 
     def _without(self, metadata, skipped):
@@ -87,7 +87,8 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
         skip = torch.tensor(skipped, dtype=torch.int64)
         columns = (torch.arange(table.size(1)) + skip[:, None]).clamp_(max=table.size(1) - 1)
         lengths = metadata.seq_lens - (skip * self.block_size).to(metadata.seq_lens.dtype)
-        return metadata.replace(block_table_tensor=table.gather(1, columns), seq_lens=lengths, max_seq_len=int(lengths.max()))
+        return metadata.replace(block_table_tensor=table.gather(1, columns), seq_lens=lengths,
+                                max_seq_len=int(lengths.max()))
 
 
 class Attention(cpu_attn.CPUAttentionBackendImpl):
@@ -101,7 +102,8 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
                                    f"pass --worker-cls {refusals.WORKER}")
         elif self.kv_sharing_target_layer_name is not None or self.alibi_slopes is not None or self.sinks is not None \
                 or self.sliding_window != -1:
-            raise settings.refused("a layer's attention", "one with ALiBi, sink logits, a window or another layer's keys",
+            raise settings.refused("a layer's attention",
+                                   "one with ALiBi, sink logits, a window or another layer's keys",
                                    "its own keys without these", "serve this model without tessera's settings")
         self.requests = worker.active.requests if asked is not None else None
 
@@ -127,15 +129,16 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
     def _compact(self, layer, kv_cache, one, queries):
         name, schedule, requests = layer.layer_name, one.schedule, self.requests
         if queries.size(0) != one.row.queries:
-            raise RuntimeError(f"tessera: {queries.size(0)} queries of {one.request} are there; expected {one.row.queries}; "
-                               "this is an error of tessera_vllm: please report it")
+            raise RuntimeError(f"tessera: {queries.size(0)} queries of {one.request} are there; expected "
+                               f"{one.row.queries}; this is an error of tessera_vllm: please report it")
         block, index = kv_cache.size(2), requests.layers[name]
         kept = requests.positions.get(one.request, {}).get(name)
         first = schedule.last_end(one.end - 1) // block * block if kept is not None else 0
         positions = layout.stored_positions(kept, first, one.end // block * block - first)
         write = lambda k, v, slots: self.do_kv_cache_update(layer, k, v, kv_cache, slots)
-        positions = layout.compact(requests.operators.of_budget(schedule.kept_blocks * block), index, kv_cache, one.blocks,
-                                   positions, queries, one.end - queries.size(0), schedule.kept_blocks, write)
+        operations = requests.operators.of_budget(schedule.kept_blocks * block)
+        positions = layout.compact(operations, index, kv_cache, one.blocks, positions, queries,
+                                   one.end - queries.size(0), schedule.kept_blocks, write)
         if schedule.next_compaction(one.end) is None:
             requests.positions.get(one.request, {}).pop(name, None)
         else:

@@ -1,7 +1,7 @@
 """vLLM's CPU pages: how K and V lie in them, and what is kept moves towards a prompt's end.
 
-A layer's cache is [blocks, kv_heads, block, 2 * dim]. In it the CPU backend has of each block and kv_head first all of K and
-then all of V, and K transposed: [dim, block] (isa vec and vec16).
+A layer's cache is [blocks, kv_heads, block, 2 * dim]. In it the CPU backend has of each block and kv_head first all
+of K and then all of V, and K transposed: [dim, block] (isa vec and vec16).
 """
 import torch
 
@@ -24,8 +24,8 @@ def slots_in(blocks, block):
 
 
 def stored_positions(kept, first, tokens):
-    """Positions of what a request stores in the blocks that attention reads: kept [kv_heads, n] of an earlier end, or None;
-    then every token from `first` on -> [kv_heads, n + tokens], or without kept [1, tokens]."""
+    """Positions of what a request stores in the blocks that attention reads: kept [kv_heads, n] of an earlier end, or
+    None; then every token from `first` on -> [kv_heads, n + tokens], or without kept [1, tokens]."""
     behind = torch.arange(first, first + tokens, dtype=torch.int32)
     return behind[None] if kept is None else torch.cat([kept, behind.expand(kept.size(0), -1)], 1)
 
@@ -46,11 +46,11 @@ def compact(operations, index, kv_cache, blocks, positions, queries, first_query
     slots, counts = operations.choose(index, layer, queries[None], torch.tensor([first_query], dtype=torch.int32))
     kept = kept_blocks * block
     if not bool((counts == kept).all()):
-        raise RuntimeError(f"tessera: counts of layer {index} are {counts.tolist()[0]}; expected {kept} of every kv_head; "
-                           "take a method that gives all heads the same")
+        raise RuntimeError(f"tessera: counts of layer {index} are {counts.tolist()[0]}; expected {kept} of every "
+                           "kv_head; take a method that gives all heads the same")
     slots = slots[0, :, :kept].long()  # [kv_heads, kept]
-    # The rows are copies, so nothing is read that has been overwritten. PageOperations.pack towards an end, in place and over
-    # the pages themselves, will take the place of the copies above and of what follows.
+    # The rows are copies, so nothing is read that has been overwritten. PageOperations.pack towards an end, in place
+    # and over the pages themselves, will take the place of the copies above and of what follows.
     rows = slots.t()[..., None].expand(-1, -1, k.size(-1))
     write(k.gather(0, rows), v.gather(0, rows), slots_in(blocks[-kept_blocks:], block))
     return positions.gather(1, slots)

@@ -1,5 +1,5 @@
-"""Names of vLLM that are no promise of it, and on which this package relies. A name that is missing is refused here, in a
-sentence, rather than found out by a wrong answer."""
+"""Names of vLLM that are no promise of it, and on which this package relies. A name that is missing is refused here,
+in a sentence, rather than found out by a wrong answer."""
 import importlib
 import inspect
 
@@ -12,7 +12,8 @@ NEEDED = (
      ("request_id", "first_block", "last_block")),
     ("vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager.remove_skipped_blocks",
      ("processed_computed_tokens", "num_prompt_tokens")),
-    ("vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager.find_longest_cache_hit", ("block_hashes", "max_length")),
+    ("vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager.find_longest_cache_hit",
+     ("block_hashes", "max_length")),
     ("vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager.cache_blocks", ("request", "num_tokens")),
     ("vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager.get_num_blocks_to_allocate",
      ("request_id", "num_tokens", "new_computed_blocks", "apply_admission_cap")),
@@ -40,13 +41,14 @@ def check():
     import vllm
     version = vllm.__version__.split("+")[0]
     if version != VERSION:
-        raise ValueError(f"tessera: the version of vLLM is {version}; expected {VERSION}; install that version, or uninstall "
-                         "tessera-vllm: it relies on names that are no promise of vLLM")
+        raise ValueError(f"tessera: the version of vLLM is {version}; expected {VERSION}; install that version, or "
+                         "uninstall tessera-vllm: it relies on names that are no promise of vLLM")
     for module, path, parameters in NEEDED:
         found = importlib.import_module(module)
         for name in path.split("."):
             found = getattr(found, name, None)
         missing = [name for name in parameters if found is None or name not in inspect.signature(found).parameters]
         if found is None or missing:
-            raise ValueError(f"tessera: {module}.{path} is {'missing' if found is None else 'without ' + ', '.join(missing)}; "
-                             f"expected it as vLLM {VERSION} has it; install that version")
+            what = "missing" if found is None else "without " + ", ".join(missing)
+            raise ValueError(f"tessera: {module}.{path} is {what}; expected it as vLLM {VERSION} has it; "
+                             "install that version")

@@ -44,16 +44,17 @@ class Operators:
         torch_package.build.MAY_COMPILE = False
         try:
             return torch_package.PageOperations(
-                self.settings.method, layers=model.layers, q_heads=model.q_heads, kv_heads=model.kv_heads, dim=model.dim,
-                dtype=model.dtype, budget=kept, softcap=model.softcap, **named)
+                self.settings.method, layers=model.layers, q_heads=model.q_heads, kv_heads=model.kv_heads,
+                dim=model.dim, dtype=model.dtype, budget=kept, softcap=model.softcap, **named)
         except FileNotFoundError as error:
-            command = f"python -m tessera_vllm.build --model {model.path} --methods {self.settings.method}"
+            command = (f"python -m tessera_vllm.build --model {model.path} --methods {self.settings.method} "
+                       f"--dtype {str(model.dtype).removeprefix('torch.')}")
             raise ValueError(f"tessera: the operators of {self.settings.method} for this model are not built; expected "
-                             f"them in the folder of libraries; run: {command} --dtype {str(model.dtype)[6:]}") from error
+                             f"them in the folder of libraries; run: {command}") from error
 
     def try_out(self, block):
-        """Chooses among random rows as a prompt's end would: the settings are right, and every head of every layer keeps as
-        many tokens. Errors: ValueError of one sentence."""
+        """Chooses among random rows as a prompt's end would: the settings are right, and every head of every layer
+        keeps as many tokens. Errors: ValueError of one sentence."""
         import torch
         model = self.model
         kept = -(-max(self.settings.budget, self.settings.window) // block) * block
@@ -62,7 +63,8 @@ class Operators:
         draw = lambda *shape: torch.randn(shape, generator=random).to(model.dtype)
         k, v = draw(1, tokens, model.kv_heads, model.dim), draw(1, tokens, model.kv_heads, model.dim)
         heads = (1, model.kv_heads)
-        layer = package().PagedLayer(k, v, torch.zeros(1, 1, dtype=torch.int32), torch.full(heads, tokens, dtype=torch.int32),
+        layer = package().PagedLayer(k, v, torch.zeros(1, 1, dtype=torch.int32),
+                                     torch.full(heads, tokens, dtype=torch.int32),
                                      torch.arange(tokens, dtype=torch.int32).expand(*heads, tokens).contiguous())
         first = torch.tensor([tokens - queries], dtype=torch.int32)
         for index in range(model.layers):

@@ -1,14 +1,14 @@
 """Which blocks a request has given up, when its prompt is compacted, and what may be shared. Arithmetic alone: no vLLM.
 
-The scheduler's process and the worker's both have a request's schedule from the same facts, so no message passes between
-them. Where a prompt is compacted depends on positions only, and not on how its chunks met other requests: a request that
-was preempted, or found a part of its prompt in the prefix cache, ends up with the same tokens.
+The scheduler's process and the worker's both have a request's schedule from the same facts, so no message passes
+between them. Where a prompt is compacted depends on positions only, and not on how its chunks met other requests: a
+request that was preempted, or found a part of its prompt in the prefix cache, ends up with the same tokens.
 
 A prompt is compacted at its ends: in the mode `compact` where it ends, in the mode `chunked` also at every multiple of
 `chunk`. At an end E, in blocks of S tokens, each layer chooses M * S of the tokens that it stores in full blocks, moves
 them into the LAST M full blocks before E, and the blocks before these are free: dropped(E) = E // S - M of them. What
-stands behind the last full block stays where it is. A table stays indexed by a token's position, so slots of new tokens are
-the engine's own; what attention reads is the table without its first `dropped` columns.
+stands behind the last full block stays where it is. A table stays indexed by a token's position, so slots of new
+tokens are the engine's own; what attention reads is the table without its first `dropped` columns.
 """
 import dataclasses
 
@@ -68,8 +68,8 @@ class Schedule:
         return None if first is None else self.dropped(first)
 
     def longest_hit(self, tokens):
-        """How many of these leading tokens may come from a prefix cache: what is overwritten must be nobody else's, and the
-        queries that the first choice looks at must be computed."""
+        """How many of these leading tokens may come from a prefix cache: what is overwritten must be nobody else's,
+        and the queries that the first choice looks at must be computed."""
         first = self.next_compaction(0)
         if first is None:
             return tokens

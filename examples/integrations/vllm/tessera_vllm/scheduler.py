@@ -1,8 +1,8 @@
 """--scheduler-cls tessera_vllm.scheduler.Scheduler: vLLM's scheduler, whose requests have schedules.
 
-It is where a request's extra_args and its blocks meet. Two things differ from vLLM's: a request's hashes know its schedule,
-and no step takes a prompt beyond an end at which it is compacted. So what follows an end attends the compacted prompt,
-also when a preempted request comes again with what it has generated.
+It is where a request's extra_args and its blocks meet. Two things differ from vLLM's: a request's hashes know its
+schedule, and no step takes a prompt beyond an end at which it is compacted. So what follows an end attends the
+compacted prompt, also when a preempted request comes again with what it has generated.
 """
 import json
 
@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 
 from . import names, plan, settings
-from .blocks import CompactedManager, ScheduledHashes
+from .blocks import CompactedManager, ScheduledHashes, schedule_of
 
 names.check()
 logger = init_logger(__name__)
@@ -44,26 +44,33 @@ class Scheduler(VllmScheduler):
 
     def _schedule_of(self, request):
         params = request.sampling_params
-        extra = params.extra_args if params is not None else None
+        try:
+            own = settings.for_request(self.asked, params.extra_args)
+        except ValueError as error:
+            # requests.py has refused it unless the plug-in for it is switched off; raised here it would end the engine.
+            logger.error("%s; the request stays whole", error)
+            own = self._whole(params)
         if request.resumable:
-            # Text that comes later makes the prompt longer: where it ends is not known. The worker is told by the same way
-            # as by a request.
-            params.extra_args = {**(extra or {}), "tessera": {"mode": "off"}}
-            extra = params.extra_args
-        own = settings.for_request(self.asked, extra)
+            own = self._whole(params)  # text that comes later makes the prompt longer: where it ends is not known
         return plan.schedule_of(own, request.num_prompt_tokens, self.manager.block_size)
+
+    def _whole(self, params):
+        """Settings of a request that stays whole; the worker learns of it as if the request had asked for it."""
+        params.extra_args = {**(params.extra_args or {}), "tessera": {"mode": "off"}}
+        return settings.for_request(self.asked, params.extra_args)
 
     def _reserve_prefill_lookahead(self, request, num_computed_tokens, num_new_tokens):
         tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
-        end = request.block_hashes.schedule.next_compaction(num_computed_tokens)
+        schedule = schedule_of(request)
+        end = schedule.next_compaction(num_computed_tokens) if schedule is not None else None
         return tokens if end is None else min(tokens, end - num_computed_tokens)
 
     def _write_figures(self, request_id, blocks):
         """One line of a request that ends: what it held, and what the steps of its answer read of one layer."""
         request = self.requests.get(request_id)
-        if request is None or not request.is_finished():
+        schedule = schedule_of(request)
+        if schedule is None or not request.is_finished():
             return
-        schedule = request.block_hashes.schedule
         stored = request.num_computed_tokens
         steps = range(request.num_prompt_tokens + 1, stored + 1)  # tokens that are there when a step attends
         skipped = schedule.dropped(request.num_prompt_tokens) * schedule.block

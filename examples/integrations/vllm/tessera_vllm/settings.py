@@ -1,8 +1,9 @@
 """What the server and a request have asked for, read from dicts, and refused in a sentence. Knows nothing of vLLM.
 
-Server:   additional_config={"tessera": {"mode": "compact", "method": "snapkv", "budget": 256, "parameters": {"window": 32}}}
-Request:  extra_args={"tessera": {"budget": 512}}, or {"tessera": {"mode": "off"}} for a request that stays whole; over HTTP,
-          where vLLM takes words and numbers alone, as JSON: "vllm_xargs": {"tessera": '{...}'}
+Server:   additional_config={"tessera": {"mode": "compact", "method": "snapkv", "budget": 256,
+                                         "parameters": {"window": 32}}}
+Request:  extra_args={"tessera": {"budget": 512}}, or {"tessera": {"mode": "off"}} for a request that stays whole;
+          over HTTP, where vLLM takes words and numbers alone, as JSON: "vllm_xargs": {"tessera": '{...}'}
 """
 import dataclasses
 import json
@@ -25,13 +26,14 @@ REFUSED = {
     "duo_attention": _UNEVEN, "mosaickv": _UNEVEN, "full": _WHOLE, "a_shape": _WHOLE, "tri_shape": _WHOLE,
     "minference": _WHOLE, "think": _WHOLE, "quest": _READS, "rocketkv": _READS, "rocketkv_mt": _READS, "sparq": _READS,
     "exact_topk": _READS, "hsa": _READS, "loopserve": _READS, "loopserve_decode": _READS, "loopserve_prefill": _READS,
-    "sablock": _TEXT, "sentencekv": _TEXT, "kvzip": "it reads a prompt twice", "fastkvzip": "it needs a gate over hidden states",
+    "sablock": _TEXT, "sentencekv": _TEXT, "kvzip": "it reads a prompt twice",
+    "fastkvzip": "it needs a gate over hidden states",
     "expected_attention": "it needs statistics of all queries",
 }
 LARGEST = 1 << 30
 # Arguments of PageOperations itself, which hide a method's parameter of the same name.
-HIDDEN = ("layers", "q_heads", "kv_heads", "dim", "dtype", "device", "budget", "prompt", "sliding_window", "sliding_layers",
-          "scale", "softcap", "sinks", "profile")
+HIDDEN = ("layers", "q_heads", "kv_heads", "dim", "dtype", "device", "budget", "prompt", "sliding_window",
+          "sliding_layers", "scale", "softcap", "sinks", "profile")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +96,13 @@ def _method(value):
 def _parameters(value):
     if not isinstance(value, dict) or not all(
             isinstance(name, str) and type(number) in (int, float, str) for name, number in value.items()):
-        raise refused("parameters", repr(value), "a dict of names and numbers or words", "pass the method's own parameters")
+        raise refused("parameters", repr(value), "a dict of names and numbers or words",
+                      "pass the method's own parameters")
     for name in value:
         if name in HIDDEN:
             raise refused("a name of parameters", repr(name), f"another one than {', '.join(HIDDEN)}",
-                          "leave it out: the page operators have an argument of this name, so the method keeps its default")
+                          "leave it out: the page operators have an argument of this name, so the method keeps its "
+                          "default")
     if value.get("dense_layers"):
         raise refused("dense_layers", repr(value["dense_layers"]), "0", "leave it out: all layers share one table")
     return tuple(sorted(value.items()))
@@ -140,7 +144,8 @@ def of_request(extra_args):
         except ValueError as error:
             raise refused("what a request has asked for", repr(given), "JSON of a dict, or a dict",
                           f"correct it ({error})") from error
-    readers = {"mode": _mode, "budget": lambda value: _count("budget", value), "chunk": lambda value: _count("chunk", value)}
+    readers = {"mode": _mode, "budget": lambda value: _count("budget", value),
+               "chunk": lambda value: _count("chunk", value)}
     _known_keys(given, readers, "a request")
     return {name: readers[name](value) for name, value in given.items()}
 

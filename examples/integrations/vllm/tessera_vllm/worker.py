@@ -1,4 +1,5 @@
-"""--worker-cls tessera_vllm.worker.Worker: vLLM's CPU worker, which knows the requests of a step and what is kept of them.
+"""--worker-cls tessera_vllm.worker.Worker: vLLM's CPU worker, which knows the requests of a step and what is kept of
+them.
 
 vLLM tells an attention backend lengths and tables, but not whose they are: that is known here.
 """

@@ -39,8 +39,8 @@ def tokenizer(model):
 
 
 def document(tokenizer, tokens, number, asked=None):
-    """A prompt of about so many tokens with a needle, and the answer; of another `number` another text. asked: of which needle's
-    name it asks in place of its own."""
+    """A prompt of about so many tokens with a needle, and the answer; of another `number` another text. asked: of
+    which needle's name it asks in place of its own."""
     draw = random.Random(number)
     name = f"{draw.choice(TASKS['adjectives'])} {draw.choice(TASKS['nouns'])}"
     first = draw.randrange(len(TASKS["words"]) - TASKS["value_words"])

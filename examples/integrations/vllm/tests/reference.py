@@ -1,7 +1,9 @@
-"""The shipped model in a few lines of PyTorch, fp32, which compacts prompts by a schedule: what vLLM's tokens are compared with.
+"""The shipped model in a few lines of PyTorch, fp32, which compacts prompts by a schedule: what vLLM's tokens are
+compared with.
 
-It has no blocks that move and no tables: of each layer and kv_head a list of rows in order, of which a choice keeps some.
-With blocks of one token it is what `tessera eval` does: the budget exactly, and every token of the prompt a candidate.
+It has no blocks that move and no tables: of each layer and kv_head a list of rows in order, of which a choice keeps
+some. With blocks of one token it is what `tessera eval` does: the budget exactly, and every token of the prompt a
+candidate.
 """
 import json
 import pathlib
@@ -28,7 +30,8 @@ class Reference:
         speeds = self.config["rope_theta"] ** (-torch.arange(0, self.dim, 2).float() / self.dim)
         angles = (positions[:, None].float() * speeds)[:, None]
         first, second = x.chunk(2, -1)
-        return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
     def _attend(self, q, k, v):
         """q [tokens, q_heads, dim], the newest tokens; k and v [stored, kv_heads, dim]."""
@@ -46,7 +49,8 @@ class Reference:
         for index in range(self.layers):
             name, store = f"layers.{index}.", memory[index]
             h = self._norm(x, name + "input_layernorm")
-            q, k, v = ((h @ self.w[f"{name}self_attn.{kind}_proj.weight"].T).view(len(ids), -1, self.dim) for kind in "qkv")
+            q, k, v = ((h @ self.w[f"{name}self_attn.{kind}_proj.weight"].T).view(len(ids), -1, self.dim)
+                       for kind in "qkv")
             q, k = self._turn(q, positions), self._turn(k, positions)
             store["k"], store["v"] = torch.cat([store["k"], k]), torch.cat([store["v"], v])
             store["positions"] = torch.cat([store["positions"], positions.int()[None].expand(self.kv_heads, -1)], 1)
@@ -65,7 +69,8 @@ class Reference:
         queries = store["q"][-min(max(1, schedule.window), end):]
         positions = store["positions"][:, :stored]
         layer = PagedLayer(store["k"][None, :stored].contiguous(), store["v"][None, :stored].contiguous(),
-                           torch.zeros(1, 1, dtype=torch.int32), torch.full((1, self.kv_heads), stored, dtype=torch.int32),
+                           torch.zeros(1, 1, dtype=torch.int32),
+                           torch.full((1, self.kv_heads), stored, dtype=torch.int32),
                            positions[None].contiguous())
         slots, counts = operations.choose(index, layer, queries[None].contiguous(),
                                           torch.tensor([end - queries.size(0)], dtype=torch.int32))

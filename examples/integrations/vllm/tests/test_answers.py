@@ -1,4 +1,5 @@
-"""What compacted prompts answer: vLLM's own tokens where nothing is dropped, a reference's tokens where something is."""
+"""What compacted prompts answer: vLLM's own tokens where nothing is dropped, a reference's tokens where something
+is."""
 import random
 
 import pytest

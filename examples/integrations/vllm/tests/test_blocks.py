@@ -37,7 +37,8 @@ def test_freed_blocks_of_nan_change_nothing(engine, prompts, mode):
         seen, allocate = set(), ours.manager.allocate_new_blocks
 
         def allocated(*args):
-            """A block that is handed out again is zeroed: what a kernel finds behind a request's last token is not ours."""
+            """A block that is handed out again is zeroed: what a kernel finds behind a request's last token is not
+            ours."""
             blocks = allocate(*args)
             for cache in ours.caches():
                 cache[[block.block_id for block in blocks]] = 0
@@ -76,7 +77,7 @@ def test_a_second_question_hits_what_was_not_overwritten(engine, tokenizer, prom
     asked = [document(tokenizer, length, number)[0] for number, length in enumerate(LENGTHS)]
     others = [document(tokenizer, length, number, asked="bold anchor")[0] for number, length in enumerate(LENGTHS)]
     tokens = lambda outputs: [list(output.outputs[0].token_ids) for output in outputs]
-    options = {"dtype": "float32"}  # steps of other shapes round otherwise, and in bf16 now and then choose another token
+    options = {"dtype": "float32"}  # steps of other shapes round otherwise, and in bf16 another token may come of it
     with engine({"mode": mode, "budget": 256}, **options) as without:
         wanted = [tokens(without.run(asked)), tokens(without.run(others))]
     with engine({"mode": mode, "budget": 256}, enable_prefix_caching=True, **options) as ours:
@@ -115,7 +116,8 @@ def test_requests_of_other_budgets_share_prefixes_and_overwrite_nothing_of_each_
         assert ours.held() == 0
 
 
-@pytest.mark.parametrize("mode, caching", [("compact", False), ("compact", True), ("chunked", False), ("chunked", True)])
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("mode", ["compact", "chunked"])
 def test_preempted_requests_give_the_same_tokens_as_with_room(engine, tokenizer, mode, caching):
     asked = [document(tokenizer, length, number)[0] for number, length in enumerate((1000, 1100, 1030, 1060))]
     asking = {"mode": mode, "budget": 768, "chunk": 896}

@@ -105,7 +105,8 @@ def test_a_request_that_is_off_or_fits_stays_whole():
     off = settings.for_request(server, {"tessera": {"mode": "off"}})
     for own, prompt in ((off, 4000), (server, 256), (server, 287)):
         schedule = plan.schedule_of(own, prompt, 32)
-        assert schedule.next_compaction(0) is None and schedule.dropped(10 ** 6) == 0 and schedule.shared_blocks() is None
+        assert schedule.next_compaction(0) is None and schedule.dropped(10 ** 6) == 0
+        assert schedule.shared_blocks() is None
 
 
 def test_a_window_always_fits_what_is_kept():
@@ -132,7 +133,8 @@ def test_a_servers_wrong_setting_is_refused_in_a_sentence(given, said):
 
 
 @pytest.mark.parametrize("given, said", [
-    (4, "is 4; expected a dict"), ("budget=4", "is 'budget=4'; expected JSON"), ('{"budget": 0}', "budget is 0"), ({"method": "snapkv"}, "is 'method'; expected budget, chunk, mode"),
+    (4, "is 4; expected a dict"), ("budget=4", "is 'budget=4'; expected JSON"), ('{"budget": 0}', "budget is 0"),
+    ({"method": "snapkv"}, "is 'method'; expected budget, chunk, mode"),
     ({"budget": -4}, "budget is -4"), ({"mode": "compress"}, "mode is 'compress'"), ({"chunk": 1 << 40}, "chunk is"),
 ])
 def test_a_requests_wrong_setting_is_refused_in_a_sentence(given, said):

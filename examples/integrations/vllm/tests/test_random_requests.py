@@ -71,6 +71,7 @@ def test_random_requests_lose_no_block(engine, tokenizer, number):
         assert ours.preemptions > 0 and ours.state().compactions > 50
         assert ours.tokens(prompts[:1], 8) == wanted
         state, last = ours.state(), f"{len(ours.outputs) - 1}-0"
-        assert all(name.startswith(last) for table in (state.schedules, state.queries, state.positions) for name in table)
+        assert all(name.startswith(last)
+                   for table in (state.schedules, state.queries, state.positions) for name in table)
         print(f"{ENGINES[number]['method']}: {come} requests, {aborted} aborted, {ours.preemptions} preempted, "
               f"{state.compactions} compactions")
