@@ -47,6 +47,7 @@ tessera_torch::any_pages* tessera_torch_make_pages(const tessera_torch::cache_re
 }
 """
 OPERATORS = ("operators.cpp", "session_operators.cpp", "pages/page_operators.cpp", "pages/observation_operators.cpp")
+MAY_COMPILE = True  # False within an engine's process: what is not there is then refused
 NO_POLICIES = ("backend", "concepts", "core", "math", "methods", "runtime")
 
 
@@ -59,6 +60,11 @@ def cache_folder():
 def methods():
     """The published methods: every header of include/tessera/methods is one."""
     return sorted(path.stem for path in (INCLUDE / "tessera" / "methods").glob("*.hpp"))
+
+
+def refuse_to_compile(path):
+    if not MAY_COMPILE:
+        raise FileNotFoundError(f"library is missing; expected {path}; build it before this process starts")
 
 
 class Policy:
@@ -139,14 +145,15 @@ def library(method, dtype, dim, device="cpu", kind="cache"):
     folder = "pages/" if kind == "pages" else ""
     text = (f'#include "{folder}{device}_{kind}.{"hpp" if device == "cpu" else "cuh"}"\n' +
             source_of(method, ELEMENTS[dtype], dim) + (EXPORTS if kind == "cache" else PAGE_EXPORTS) % device)
-    unused = (*OPERATORS, "registry.hpp", "tensor_rows.hpp", "torch_memory.hpp", "pages/page_tensors.hpp", *([] if device == "cuda" else ["backend/cuda"]),
-              *([] if kind == "pages" else ["pages/"]))
+    unused = (*OPERATORS, "registry.hpp", "tensor_rows.hpp", "torch_memory.hpp", "pages/page_tensors.hpp",
+              *([] if device == "cuda" else ["backend/cuda"]), *([] if kind == "pages" else ["pages/"]))
     depends = machine(command[0], *unused)
     key = hashlib.sha256("\0".join([depends, *command, text]).encode()).hexdigest()[:24]
     name = method if isinstance(method, str) else "policy"
     path = cache_folder() / f"{name}_{ELEMENTS[dtype]}_{dim}_{device}_{kind}_{key}.so"
     if path.exists():
         return path
+    refuse_to_compile(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         source = pathlib.Path(folder) / "recipe.cpp"
@@ -188,6 +195,7 @@ def operators():
     name = "tessera_torch_operators"
     folder = cache_folder() / f"operators_{key}"
     if not (folder / "built").exists():
+        refuse_to_compile(folder)
         from torch.utils import cpp_extension
         folder.mkdir(parents=True, exist_ok=True)
         cpp_extension.load(name, [str(SOURCES / source) for source in OPERATORS], extra_cflags=flags, build_directory=str(folder),

@@ -1,0 +1,146 @@
+"""The worker's side on the CPU: vLLM's own kernels over the columns of a table that are still read, and compaction
+behind the attention of a prompt's end."""
+import dataclasses
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from . import layout, plan, refusals, settings, worker
+from .blocks import CompactedSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptRow:
+    """A request of a step whose prompt is compacted behind it, or some of whose queries are kept."""
+    request: str
+    queries: slice           # its own in the step's
+    start: int               # its tokens are those from start to end
+    end: int
+    row: plan.Row
+    schedule: plan.Schedule
+    blocks: torch.Tensor     # the full blocks that it stores, in order
+
+
+class Backend(cpu_attn.CPUAttentionBackend):
+    @staticmethod
+    def get_impl_cls():
+        return Attention
+
+    @staticmethod
+    def get_builder_cls():
+        return MetadataBuilder
+
+    @classmethod
+    def customize_spec(cls, spec):
+        spec = super().customize_spec(spec)
+        if worker.active is None or isinstance(spec, CompactedSpec):
+            return spec
+        if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size or spec.non_causal:
+            raise settings.refused("a layer's KV cache", type(spec).__name__, "full, causal attention without a window",
+                                   "serve this model without tessera's settings")
+        return CompactedSpec.of(spec)
+
+
+class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
+    def __init__(self, kv_cache_spec, layer_names, *args, **kwargs):
+        super().__init__(kv_cache_spec, layer_names, *args, **kwargs)
+        self.worker = worker.active if isinstance(kv_cache_spec, CompactedSpec) else None
+        if self.worker is not None:
+            self.worker.requests.layers = {name: index for index, name in enumerate(layer_names)}
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        known = self.worker.rows(common_attn_metadata.num_reqs) if self.worker is not None else None
+        if known is None:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        skipped, prompts = self._rows(common_attn_metadata, known)
+        if any(skipped):
+            common_attn_metadata = self._without(common_attn_metadata, skipped)
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata.prompt_rows = prompts
+        return metadata
+
+    def _rows(self, metadata, requests):
+        """Of every row the columns that are not read; and the rows with something to do behind attention."""
+        begins, ends = metadata.query_start_loc_cpu.tolist(), metadata.seq_lens.tolist()
+        skipped, prompts = [], []
+        for number, request in enumerate(requests):
+            schedule = self.worker.requests.schedule(request, self.block_size)
+            end = ends[number]
+            start = end - (begins[number + 1] - begins[number])
+            row = plan.row_of(schedule, start, end)
+            skipped.append(row.skipped)
+            if row.compacts or row.keeps:
+                blocks = metadata.block_table_tensor[number, row.skipped:end // self.block_size].long()
+                own = slice(begins[number], begins[number + 1])
+                prompts.append(PromptRow(request.req_id, own, start, end, row, schedule, blocks))
+            following = schedule.next_compaction(start)
+            if following is not None and end > following:
+                raise RuntimeError(f"tessera: a step takes a prompt from {start} to {end}; expected at most "
+                                   f"{following}, where it is compacted; pass --scheduler-cls {refusals.SCHEDULER}")
+        return skipped, prompts
+
+    def _without(self, metadata, skipped):
+        """Tables without their first columns: as if these tokens had never been."""
+        table = metadata.block_table_tensor
+        skip = torch.tensor(skipped, dtype=torch.int64)
+        columns = (torch.arange(table.size(1)) + skip[:, None]).clamp_(max=table.size(1) - 1)
+        lengths = metadata.seq_lens - (skip * self.block_size).to(metadata.seq_lens.dtype)
+        return metadata.replace(block_table_tensor=table.gather(1, columns), seq_lens=lengths,
+                                max_seq_len=int(lengths.max()))
+
+
+class Attention(cpu_attn.CPUAttentionBackendImpl):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        asked = settings.of_server(get_current_vllm_config().additional_config)
+        if asked is None:
+            worker.active = None  # another model of this process had settings
+        elif worker.active is None or worker.active.requests.asked != asked:
+            raise settings.refused("worker_cls", get_current_vllm_config().parallel_config.worker_cls, refusals.WORKER,
+                                   f"pass --worker-cls {refusals.WORKER}")
+        elif self.kv_sharing_target_layer_name is not None or self.alibi_slopes is not None or self.sinks is not None \
+                or self.sliding_window != -1:
+            raise settings.refused("a layer's attention",
+                                   "one with ALiBi, sink logits, a window or another layer's keys",
+                                   "its own keys without these", "serve this model without tessera's settings")
+        self.requests = worker.active.requests if asked is not None else None
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
+        result = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        for one in getattr(attn_metadata, "prompt_rows", ()):
+            self._after_prompt(layer, query, kv_cache, one)
+        return result
+
+    def _after_prompt(self, layer, query, kv_cache, one):
+        name, row, requests = layer.layer_name, one.row, self.requests
+        own = query[one.queries].view(-1, self.num_heads, self.head_size)
+        earlier = requests.queries.get(one.request, {}).get(name)
+        wanted = max(row.queries if row.compacts else 0, row.keeps)
+        newest = own[-wanted:] if earlier is None or own.size(0) >= wanted else torch.cat([earlier, own])[-wanted:]
+        if row.compacts:
+            self._compact(layer, kv_cache, one, newest[-row.queries:].contiguous())
+        if row.keeps:
+            requests.queries.setdefault(one.request, {})[name] = newest[-row.keeps:].clone()
+        elif one.request in requests.queries:
+            requests.queries[one.request].pop(name, None)
+
+    def _compact(self, layer, kv_cache, one, queries):
+        name, schedule, requests = layer.layer_name, one.schedule, self.requests
+        if queries.size(0) != one.row.queries:
+            raise RuntimeError(f"tessera: {queries.size(0)} queries of {one.request} are there; expected "
+                               f"{one.row.queries}; this is an error of tessera_vllm: please report it")
+        block, index = kv_cache.size(2), requests.layers[name]
+        kept = requests.positions.get(one.request, {}).get(name)
+        first = schedule.last_end(one.end - 1) // block * block if kept is not None else 0
+        positions = layout.stored_positions(kept, first, one.end // block * block - first)
+        write = lambda k, v, slots: self.do_kv_cache_update(layer, k, v, kv_cache, slots)
+        operations = requests.operators.of_budget(schedule.kept_blocks * block)
+        positions = layout.compact(operations, index, kv_cache, one.blocks, positions, queries,
+                                   one.end - queries.size(0), schedule.kept_blocks, write)
+        if schedule.next_compaction(one.end) is None:
+            requests.positions.get(one.request, {}).pop(name, None)
+        else:
+            requests.positions.setdefault(one.request, {})[name] = positions
+        requests.compactions += index == 0

@@ -1,0 +1,75 @@
+"""Tessera's operators for an engine's process: made beforehand by build.py, and never compiled here."""
+import functools
+import importlib.util
+import pathlib
+import sys
+
+from . import settings as asking
+
+TESSERA_TORCH = pathlib.Path(__file__).resolve().parents[2] / "pytorch"  # its folder beside this one in the repository
+
+
+def package():
+    """tessera_torch: as it is installed, else from the repository."""
+    if importlib.util.find_spec("tessera_torch") is None:
+        sys.path.append(str(TESSERA_TORCH))
+    import tessera_torch
+    return tessera_torch
+
+
+class Model:
+    """What the operators must know of a model, of vLLM's model_config."""
+
+    def __init__(self, vllm_config):
+        config, parallel = vllm_config.model_config, vllm_config.parallel_config
+        self.path = config.model
+        self.layers = config.get_num_layers(parallel)
+        self.q_heads = config.get_num_attention_heads(parallel)
+        self.kv_heads = config.get_num_kv_heads(parallel)
+        self.dim = config.get_head_size()
+        self.dtype = config.dtype
+        self.softcap = float(getattr(config.hf_text_config, "attn_logit_softcapping", None) or 0)
+
+
+class Operators:
+    """PageOperations of one method and model, one for each number of tokens that requests keep."""
+
+    def __init__(self, settings, model):
+        self.settings, self.model = settings, model
+        self.of_budget = functools.lru_cache(maxsize=64)(self._open)
+
+    def _open(self, kept):
+        model, named = self.model, dict(self.settings.parameters)
+        torch_package = package()
+        torch_package.build.MAY_COMPILE = False
+        try:
+            return torch_package.PageOperations(
+                self.settings.method, layers=model.layers, q_heads=model.q_heads, kv_heads=model.kv_heads,
+                dim=model.dim, dtype=model.dtype, budget=kept, softcap=model.softcap, **named)
+        except FileNotFoundError as error:
+            command = (f"python -m tessera_vllm.build --model {model.path} --methods {self.settings.method} "
+                       f"--dtype {str(model.dtype).removeprefix('torch.')}")
+            raise ValueError(f"tessera: the operators of {self.settings.method} for this model are not built; expected "
+                             f"them in the folder of libraries; run: {command}") from error
+
+    def try_out(self, block):
+        """Chooses among random rows as a prompt's end would: the settings are right, and every head of every layer
+        keeps as many tokens. Errors: ValueError of one sentence."""
+        import torch
+        model = self.model
+        kept = -(-max(self.settings.budget, self.settings.window) // block) * block
+        tokens, queries = kept + 2 * block, max(1, self.settings.window)
+        random = torch.Generator().manual_seed(1)
+        draw = lambda *shape: torch.randn(shape, generator=random).to(model.dtype)
+        k, v = draw(1, tokens, model.kv_heads, model.dim), draw(1, tokens, model.kv_heads, model.dim)
+        heads = (1, model.kv_heads)
+        layer = package().PagedLayer(k, v, torch.zeros(1, 1, dtype=torch.int32),
+                                     torch.full(heads, tokens, dtype=torch.int32),
+                                     torch.arange(tokens, dtype=torch.int32).expand(*heads, tokens).contiguous())
+        first = torch.tensor([tokens - queries], dtype=torch.int32)
+        for index in range(model.layers):
+            _, counts = self.of_budget(kept).choose(index, layer, draw(1, queries, model.q_heads, model.dim), first)
+            if not bool((counts == kept).all()):
+                raise asking.refused(f"what {self.settings.method} keeps in layer {index}", counts.tolist()[0],
+                                     f"{kept} tokens of every kv_head, as in vLLM's tables all have one length",
+                                     "leave out parameters that make layers or heads unequal")

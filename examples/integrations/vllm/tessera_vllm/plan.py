@@ -1,0 +1,127 @@
+"""Which blocks a request has given up, when its prompt is compacted, and what may be shared. Arithmetic alone: no vLLM.
+
+The scheduler's process and the worker's both have a request's schedule from the same facts, so no message passes
+between them. Where a prompt is compacted depends on positions only, and not on how its chunks met other requests: a
+request that was preempted, or found a part of its prompt in the prefix cache, ends up with the same tokens.
+
+A prompt is compacted at its ends: in the mode `compact` where it ends, in the mode `chunked` also at every multiple of
+`chunk`. At an end E, in blocks of S tokens, each layer chooses M * S of the tokens that it stores in full blocks, moves
+them into the LAST M full blocks before E, and the blocks before these are free: dropped(E) = E // S - M of them. What
+stands behind the last full block stays where it is. A table stays indexed by a token's position, so slots of new
+tokens are the engine's own; what attention reads is the table without its first `dropped` columns.
+"""
+import dataclasses
+
+
+def blocks_for(tokens, block):
+    return -(-tokens // block)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """prompt:      tokens of the request's prompt, without what it has generated
+    block:       tokens of a block
+    kept_blocks: full blocks that stay of what is compacted
+    chunk:       tokens between two ends; 0: the prompt's end alone
+    window:      the newest queries before an end that its choice looks at
+    """
+    prompt: int
+    block: int
+    kept_blocks: int
+    chunk: int = 0
+    window: int = 0
+
+    def last_end(self, position):
+        """The last end at or before a position; 0: there was none."""
+        if position >= self.prompt:
+            return self.prompt
+        return position // self.chunk * self.chunk if self.chunk else 0
+
+    def dropped(self, position):
+        """Leading blocks that are free once so many tokens are stored and compacted."""
+        return max(0, self.last_end(position) // self.block - self.kept_blocks)
+
+    def compacts(self, position):
+        """Whether something is dropped as soon as so many tokens are stored."""
+        return position > 0 and self.dropped(position) > self.dropped(position - 1)
+
+    def next_compaction(self, position):
+        """The next position at which something is dropped, or None."""
+        if position >= self.prompt:
+            return None
+        if self.chunk:
+            # Before so many tokens no end drops anything.
+            fewest = (self.kept_blocks + 1) * self.block
+            end = max(position // self.chunk + 1, blocks_for(fewest, self.chunk)) * self.chunk
+            while end < self.prompt:
+                if self.compacts(end):
+                    return end
+                end += self.chunk
+        return self.prompt if self.compacts(self.prompt) else None
+
+    def shared_blocks(self):
+        """Leading blocks whose content is what the engine would have computed itself, and stays so; None: all blocks.
+
+        Those that the first compaction frees. All others are overwritten, or computed from a compacted prompt.
+        """
+        first = self.next_compaction(0)
+        return None if first is None else self.dropped(first)
+
+    def longest_hit(self, tokens):
+        """How many of these leading tokens may come from a prefix cache: what is overwritten must be nobody else's,
+        and the queries that the first choice looks at must be computed."""
+        first = self.next_compaction(0)
+        if first is None:
+            return tokens
+        whole = min(self.dropped(first), max(0, first - self.window) // self.block)
+        return min(tokens, whole * self.block)
+
+    def blocks_before_first(self, tokens):
+        """Blocks that a request of so many tokens holds when its first compaction is due, or at its end."""
+        first = self.next_compaction(0)
+        return blocks_for(tokens if first is None else min(first, tokens), self.block)
+
+    def most_blocks_later(self, tokens):
+        """The most blocks that it holds at any time behind its first compaction; 0: there is none."""
+        most, begin = 0, self.next_compaction(0)
+        while begin is not None and begin < tokens:
+            end = self.next_compaction(begin) or tokens
+            most = max(most, blocks_for(min(end, tokens), self.block) - self.dropped(begin))
+            begin = None if end >= tokens else end
+        return most
+
+
+def schedule_of(settings, prompt, block):
+    """A request's schedule from its settings."""
+    if settings.mode == "off":
+        return Schedule(prompt, block, blocks_for(prompt, block))
+    # A choice keeps at least the window's own tokens.
+    kept = blocks_for(max(settings.budget, settings.window), block)
+    # Every end shall have at least one full block more than the last.
+    chunk = max(settings.chunk, block) if settings.mode == "chunked" else 0
+    return Schedule(prompt, block, kept, chunk, settings.window)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What the worker does for one request of a step, whose new tokens are those from `start` to `end`.
+
+    skipped:  columns of its table that attention does not read
+    compacts: the prompt is compacted behind the step's attention
+    queries:  how many of the newest queries the choice looks at (compacts), of this step and of kept ones
+    keeps:    how many of the newest queries are kept for a later choice, if so many are there; 0: none
+    """
+    skipped: int
+    compacts: bool
+    queries: int
+    keeps: int
+
+
+def row_of(schedule, start, end):
+    skipped = schedule.dropped(start)
+    if start >= schedule.prompt:
+        return Row(skipped, False, 0, 0)
+    following = schedule.next_compaction(end)
+    keeps = min(schedule.window, end) if following is not None and end > following - schedule.window else 0
+    # A method that looks at no query is still told where the prompt stands, by its newest one.
+    return Row(skipped, schedule.compacts(end), min(max(schedule.window, 1), end), keeps)

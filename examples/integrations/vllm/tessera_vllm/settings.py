@@ -1,0 +1,155 @@
+"""What the server and a request have asked for, read from dicts, and refused in a sentence. Knows nothing of vLLM.
+
+Server:   additional_config={"tessera": {"mode": "compact", "method": "snapkv", "budget": 256,
+                                         "parameters": {"window": 32}}}
+Request:  extra_args={"tessera": {"budget": 512}}, or {"tessera": {"mode": "off"}} for a request that stays whole;
+          over HTTP, where vLLM takes words and numbers alone, as JSON: "vllm_xargs": {"tessera": '{...}'}
+"""
+import dataclasses
+import json
+
+MODES = {
+    "compact": "when a prompt ends, each layer keeps `budget` tokens of each kv_head",
+    "chunked": "the same at every `chunk` tokens of the prompt, and at its end",
+    "off": "requests stay whole, except those that ask for another mode",
+}
+# The newest queries of a prompt that a method looks at unless its parameter `window` says another number; 0: none.
+METHODS = {"chunkkv": 32, "criticalkv": 32, "keydiff": 0, "knorm": 0, "lagkv": 0, "random": 0, "snapkv": 32,
+           "streaming_llm": 0}
+_SCORES = "it accumulates scores beside the tokens, which are not kept here"
+_UNEVEN = "it gives heads or layers unequal numbers of tokens, and vLLM's tables have one length for all"
+_WHOLE = "it keeps every token of a prompt, so that no block would be free"
+_READS = "it chooses what a step reads, and only what a prompt keeps is chosen here"
+_TEXT = "it goes by the text's sentences, which a worker does not see"
+REFUSED = {
+    "h2o": _SCORES, "tova": _SCORES, "ada_snapkv": _UNEVEN, "pyramidkv": _UNEVEN, "tangram": _UNEVEN,
+    "duo_attention": _UNEVEN, "mosaickv": _UNEVEN, "full": _WHOLE, "a_shape": _WHOLE, "tri_shape": _WHOLE,
+    "minference": _WHOLE, "think": _WHOLE, "quest": _READS, "rocketkv": _READS, "rocketkv_mt": _READS, "sparq": _READS,
+    "exact_topk": _READS, "hsa": _READS, "loopserve": _READS, "loopserve_decode": _READS, "loopserve_prefill": _READS,
+    "sablock": _TEXT, "sentencekv": _TEXT, "kvzip": "it reads a prompt twice",
+    "fastkvzip": "it needs a gate over hidden states",
+    "expected_attention": "it needs statistics of all queries",
+}
+LARGEST = 1 << 30
+# Arguments of PageOperations itself, which hide a method's parameter of the same name.
+HIDDEN = ("layers", "q_heads", "kv_heads", "dim", "dtype", "device", "budget", "prompt", "sliding_window",
+          "sliding_layers", "scale", "softcap", "sinks", "profile")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """mode:       of MODES
+    method:     of METHODS
+    budget:     tokens that each kv_head of each layer keeps of a prompt; rounded up to whole blocks
+    chunk:      of the mode `chunked`: tokens of the prompt between two choices
+    parameters: the method's own, (name, value) pairs
+    figures:    a file that gets a line for every request that ends; None: no file
+    """
+    mode: str = "compact"
+    method: str = "snapkv"
+    budget: int = 256
+    chunk: int = 1024
+    parameters: tuple = ()
+    figures: str | None = None
+
+    @property
+    def window(self):
+        """The newest queries that the method looks at; the prompt's last tokens that these are of are always kept."""
+        return dict(self.parameters).get("window", METHODS[self.method]) if METHODS[self.method] else 0
+
+
+def refused(name, given, expected, cure):
+    return ValueError(f"tessera: {name} is {given}; expected {expected}; {cure}")
+
+
+def _words(allowed):
+    return ", ".join(sorted(allowed))
+
+
+def _known_keys(given, allowed, whose):
+    if not isinstance(given, dict):
+        raise refused(f"what {whose} has asked for", repr(given), "a dict", f"pass some of {_words(allowed)}")
+    for key in given:
+        if key not in allowed:
+            raise refused(f"a key of what {whose} has asked for", repr(key), _words(allowed), "correct or remove it")
+
+
+def _mode(value):
+    if not isinstance(value, str) or value not in MODES:
+        raise refused("mode", repr(value), _words(MODES), "pass one of these")
+    return value
+
+
+def _count(name, value, smallest=1):
+    if type(value) is not int or not smallest <= value <= LARGEST:
+        raise refused(name, repr(value), f"a whole number from {smallest} to {LARGEST}", "pass a number of tokens")
+    return value
+
+
+def _method(value):
+    if not isinstance(value, str) or value not in METHODS:
+        why = f": as for {value}, {REFUSED[value]}" if isinstance(value, str) and value in REFUSED else ""
+        raise refused("method", repr(value), _words(METHODS), f"take one of these{why}")
+    return value
+
+
+def _parameters(value):
+    if not isinstance(value, dict) or not all(
+            isinstance(name, str) and type(number) in (int, float, str) for name, number in value.items()):
+        raise refused("parameters", repr(value), "a dict of names and numbers or words",
+                      "pass the method's own parameters")
+    for name in value:
+        if name in HIDDEN:
+            raise refused("a name of parameters", repr(name), f"another one than {', '.join(HIDDEN)}",
+                          "leave it out: the page operators have an argument of this name, so the method keeps its "
+                          "default")
+    if value.get("dense_layers"):
+        raise refused("dense_layers", repr(value["dense_layers"]), "0", "leave it out: all layers share one table")
+    return tuple(sorted(value.items()))
+
+
+def _figures(value):
+    if value is not None and (not isinstance(value, str) or not value):
+        raise refused("figures", repr(value), "the path of a file", "pass one, or leave it out")
+    return value
+
+
+def of_server(additional_config):
+    """Settings of a server, or None if it has none. Errors: ValueError of one sentence."""
+    config = additional_config if isinstance(additional_config, dict) else {}
+    if "tessera" not in config:
+        return None
+    given = config["tessera"]
+    readers = {"mode": _mode, "method": _method, "budget": lambda value: _count("budget", value),
+               "chunk": lambda value: _count("chunk", value), "parameters": _parameters, "figures": _figures}
+    _known_keys(given, readers, "the server")
+    made = Settings(**{name: readers[name](value) for name, value in given.items()})
+    window = dict(made.parameters).get("window")
+    if METHODS[made.method] and window is not None:
+        _count("window", window)
+    if made.budget < made.window:
+        raise refused("budget", made.budget, f"at least the window, which is {made.window}",
+                      "raise the budget or lower the window: the window's own tokens are always kept")
+    return made
+
+
+def of_request(extra_args):
+    """What a request asks for instead of the server's settings, checked: some of mode, budget, chunk."""
+    if not isinstance(extra_args, dict) or "tessera" not in extra_args:
+        return {}
+    given = extra_args["tessera"]
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise refused("what a request has asked for", repr(given), "JSON of a dict, or a dict",
+                          f"correct it ({error})") from error
+    readers = {"mode": _mode, "budget": lambda value: _count("budget", value),
+               "chunk": lambda value: _count("chunk", value)}
+    _known_keys(given, readers, "a request")
+    return {name: readers[name](value) for name, value in given.items()}
+
+
+def for_request(server, extra_args):
+    """The server's settings with what a request asks for instead."""
+    return dataclasses.replace(server, **of_request(extra_args))

@@ -1,0 +1,73 @@
+"""--worker-cls tessera_vllm.worker.Worker: vLLM's CPU worker, which knows the requests of a step and what is kept of
+them.
+
+vLLM tells an attention backend lengths and tables, but not whose they are: that is known here.
+"""
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from . import names, operators, plan, refusals, settings
+
+names.check()
+active = None  # of this process; None: its model is served without tessera
+
+
+class Requests:
+    """What the backend must know of requests between steps, dropped when they end or are preempted."""
+
+    def __init__(self, asked, model):
+        self.asked = asked
+        self.operators = operators.Operators(asked, model)
+        self.schedules = {}   # request id -> Schedule
+        self.queries = {}     # request id -> {layer: the newest queries of its prompt}
+        self.positions = {}   # request id -> {layer: positions of what its last end has kept, [kv_heads, tokens]}
+        self.layers = {}      # layer -> its number
+        self.compactions = 0  # how often a prompt was compacted
+
+    def schedule(self, request, block):
+        """request: the runner's."""
+        known = self.schedules.get(request.req_id)
+        if known is None:
+            params = request.sampling_params
+            own = settings.for_request(self.asked, params.extra_args if params is not None else None)
+            known = self.schedules[request.req_id] = plan.schedule_of(own, request.num_prompt_tokens, block)
+        return known
+
+    def drop(self, request_id):
+        for table in (self.schedules, self.queries, self.positions):
+            table.pop(request_id, None)
+
+    def begin_step(self, scheduled):
+        """scheduled: vLLM's SchedulerOutput. A request that begins, again or for the first time, has nothing stored."""
+        for request_id in scheduled.finished_req_ids:
+            self.drop(request_id)
+        for request_id in scheduled.preempted_req_ids or ():
+            self.drop(request_id)
+        for request in scheduled.scheduled_new_reqs:
+            self.drop(request.req_id)
+        for request_id in scheduled.scheduled_cached_reqs.resumed_req_ids:
+            self.drop(request_id)
+
+
+class Worker(CPUWorker):
+    def __init__(self, vllm_config, *args, **kwargs):
+        global active
+        asked = settings.of_server(vllm_config.additional_config)
+        if asked is None:
+            raise settings.refused("additional_config", "without the key tessera", "settings beside this worker_cls",
+                                   "pass --additional-config '{\"tessera\": {...}}', or leave the worker out")
+        model = refusals.check(vllm_config, asked)
+        self.requests = Requests(asked, model)
+        active = self
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def execute_model(self, scheduler_output):
+        self.requests.begin_step(scheduler_output)
+        return super().execute_model(scheduler_output)
+
+    def rows(self, count):
+        """The runner's requests of a step's rows, or None in a step that has none, as when vLLM warms up."""
+        batch = self.model_runner.input_batch
+        ids = batch.req_ids
+        if len(ids) < count:
+            return None
+        return [self.model_runner.requests[request_id] for request_id in ids[:count]]

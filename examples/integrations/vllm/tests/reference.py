@@ -1,0 +1,104 @@
+"""The shipped model in a few lines of PyTorch, fp32, which compacts prompts by a schedule: what vLLM's tokens are
+compared with.
+
+It has no blocks that move and no tables: of each layer and kv_head a list of rows in order, of which a choice keeps
+some. With blocks of one token it is what `tessera eval` does: the budget exactly, and every token of the prompt a
+candidate.
+"""
+import json
+import pathlib
+
+import safetensors.torch
+import torch
+
+
+class Reference:
+    def __init__(self, folder):
+        folder = pathlib.Path(folder)
+        self.config = json.loads((folder / "config.json").read_text())
+        weights = safetensors.torch.load_file(folder / "model.safetensors")
+        self.w = {name.removeprefix("model."): tensor.float() for name, tensor in weights.items()}
+        self.layers, self.dim = self.config["num_hidden_layers"], self.config["head_dim"]
+        self.q_heads, self.kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        self.eps = self.config["rms_norm_eps"]
+
+    def _norm(self, x, name):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.w[name + ".weight"]
+
+    def _turn(self, x, positions):
+        """RoPE of [tokens, heads, dim]."""
+        speeds = self.config["rope_theta"] ** (-torch.arange(0, self.dim, 2).float() / self.dim)
+        angles = (positions[:, None].float() * speeds)[:, None]
+        first, second = x.chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    def _attend(self, q, k, v):
+        """q [tokens, q_heads, dim], the newest tokens; k and v [stored, kv_heads, dim]."""
+        tokens, stored = q.size(0), k.size(0)
+        q = q.view(tokens, self.kv_heads, -1, self.dim)
+        logits = torch.einsum("thgd,shd->hgts", q, k) * self.dim ** -0.5
+        hidden = torch.ones(tokens, stored, dtype=torch.bool).triu(stored - tokens + 1)
+        weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
+        return torch.einsum("hgts,shd->thgd", weights, v).reshape(tokens, -1)
+
+    def _pass(self, ids, start, memory):
+        """Logits of the last of these tokens; rows, positions and newest queries go into memory, by layer."""
+        positions = torch.arange(start, start + len(ids))
+        x = self.w["embed_tokens.weight"][ids]
+        for index in range(self.layers):
+            name, store = f"layers.{index}.", memory[index]
+            h = self._norm(x, name + "input_layernorm")
+            q, k, v = ((h @ self.w[f"{name}self_attn.{kind}_proj.weight"].T).view(len(ids), -1, self.dim)
+                       for kind in "qkv")
+            q, k = self._turn(q, positions), self._turn(k, positions)
+            store["k"], store["v"] = torch.cat([store["k"], k]), torch.cat([store["v"], v])
+            store["positions"] = torch.cat([store["positions"], positions.int()[None].expand(self.kv_heads, -1)], 1)
+            store["q"] = torch.cat([store["q"], q])[-256:]
+            x = x + self._attend(q, store["k"], store["v"]) @ self.w[name + "self_attn.o_proj.weight"].T
+            h = self._norm(x, name + "post_attention_layernorm")
+            gate, up = h @ self.w[name + "mlp.gate_proj.weight"].T, h @ self.w[name + "mlp.up_proj.weight"].T
+            x = x + (torch.nn.functional.silu(gate) * up) @ self.w[name + "mlp.down_proj.weight"].T
+        head = self.w["embed_tokens.weight"] if self.config["tie_word_embeddings"] else self.w["lm_head.weight"]
+        return self._norm(x[-1], "norm") @ head.T
+
+    def _compact(self, store, index, schedule, end, operations):
+        from tessera_torch import PagedLayer
+        tail = end % schedule.block
+        stored = store["k"].size(0) - tail
+        queries = store["q"][-min(max(1, schedule.window), end):]
+        positions = store["positions"][:, :stored]
+        layer = PagedLayer(store["k"][None, :stored].contiguous(), store["v"][None, :stored].contiguous(),
+                           torch.zeros(1, 1, dtype=torch.int32),
+                           torch.full((1, self.kv_heads), stored, dtype=torch.int32),
+                           positions[None].contiguous())
+        slots, counts = operations.choose(index, layer, queries[None].contiguous(),
+                                          torch.tensor([end - queries.size(0)], dtype=torch.int32))
+        kept = int(counts[0, 0])
+        assert counts.eq(kept).all()
+        slots = slots[0, :, :kept].long()
+        rows = slots.t()[..., None].expand(-1, -1, self.dim)
+        for name in ("k", "v"):
+            store[name] = torch.cat([store[name].gather(0, rows), store[name][stored:]])
+        store["positions"] = torch.cat([positions.gather(1, slots), store["positions"][:, stored:]], 1)
+
+    @torch.no_grad()
+    def generate(self, prompt, new, schedule, operations):
+        """Greedy tokens. operations: PageOperations that keep schedule.kept_blocks * schedule.block tokens, or None."""
+        rows = lambda heads: torch.zeros(0, heads, self.dim)
+        memory = [{"k": rows(self.kv_heads), "v": rows(self.kv_heads), "q": rows(self.q_heads),
+                   "positions": torch.zeros(self.kv_heads, 0, dtype=torch.int32)} for _ in range(self.layers)]
+        position = 0
+        while position < len(prompt):
+            end = min(schedule.next_compaction(position) or len(prompt), position + 1024)
+            logits = self._pass(prompt[position:end], position, memory)
+            if schedule.compacts(end):
+                for index, store in enumerate(memory):
+                    self._compact(store, index, schedule, end, operations)
+            position = end
+        generated = [int(logits.argmax())]
+        while len(generated) < new:
+            logits = self._pass(generated[-1:], position, memory)
+            generated.append(int(logits.argmax()))
+            position += 1
+        return generated

@@ -1,0 +1,97 @@
+"""What compacted prompts answer: vLLM's own tokens where nothing is dropped, a reference's tokens where something
+is."""
+import random
+
+import pytest
+import torch
+from conftest import BLOCK, document
+from reference import Reference
+from tessera_vllm import operators, plan, settings
+
+METHODS = sorted(settings.METHODS)
+
+
+@pytest.fixture(scope="module")
+def mixed(tokenizer):
+    """64 prompts of 1 to 1,500 tokens."""
+    draw = random.Random(5)
+    lengths = [1, 2, 31, 32, 33, 63, 64, 65] + [draw.randrange(60, draw.choice([200, 600, 1500])) for _ in range(56)]
+    return [document(tokenizer, max(length, 60), number)[0][:length] for number, length in enumerate(lengths)]
+
+
+@pytest.fixture(scope="module")
+def of_vllm(engine, mixed):
+    with engine(max_num_seqs=64) as own:
+        return own.tokens(mixed, new=12)
+
+
+@pytest.mark.parametrize("mode", ["compact", "chunked"])
+def test_a_full_budget_gives_vllms_own_tokens(engine, mixed, of_vllm, mode):
+    with engine({"mode": mode, "budget": 4096}, max_num_seqs=64) as ours:
+        assert ours.tokens(mixed, new=12) == of_vllm
+        assert ours.state().compactions == 0
+
+
+def test_a_request_that_is_off_gives_vllms_own_tokens_beside_others(engine, mixed, of_vllm):
+    off = [number % 2 == 0 for number in range(len(mixed))]
+    with engine({"budget": 64}, max_num_seqs=64) as ours:
+        tokens = ours.tokens(mixed, new=12, extras=[{"mode": "off"} if whole else None for whole in off])
+        assert [one for one, whole in zip(tokens, off) if whole] == [one for one, whole in zip(of_vllm, off) if whole]
+        assert ours.state().compactions == sum(len(prompt) >= 96 and not whole for prompt, whole in zip(mixed, off))
+
+
+class ReferenceModel:
+    """What Operators ask of a model, of the reference."""
+
+    def __init__(self, reference, path):
+        self.path, self.dtype, self.softcap = path, torch.float32, 0.0
+        self.layers, self.q_heads, self.kv_heads = reference.layers, reference.q_heads, reference.kv_heads
+        self.dim = reference.dim
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return Reference(model)
+
+
+def expected(reference, model, own, prompts, new, block):
+    made = []
+    for prompt in prompts:
+        schedule = plan.schedule_of(own, len(prompt), block)
+        known = operators.Operators(own, ReferenceModel(reference, model)).of_budget(schedule.kept_blocks * block)
+        made.append(reference.generate(prompt, new, schedule, known))
+    return made
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def served(request, engine):
+    """A method, and a server of it in fp32, whose steps are shorter than its prompts."""
+    with engine({"method": request.param, "budget": 160}, dtype="float32", max_num_batched_tokens=700) as ours:
+        yield request.param, ours
+
+
+@pytest.mark.parametrize("mode", ["compact", "chunked"])
+def test_tokens_are_those_of_a_reference_that_has_no_blocks(served, model, tokenizer, reference, mode):
+    method, ours = served
+    prompts = [document(tokenizer, length, number)[0] for number, length in enumerate((300, 517, 1000, 1333))]
+    before = ours.state().compactions
+    asked = {"mode": mode, "budget": 160, "chunk": 256}
+    tokens = ours.tokens(prompts, new=12, extras=[asked] * 4)
+    assert ours.state().compactions - before == (4 if mode == "compact" else 2 + 3 + 4 + 6)
+    own = settings.of_server({"tessera": {"method": method, **asked}})
+    assert tokens == expected(reference, model, own, prompts, 12, BLOCK)
+
+
+def test_needles_are_those_of_the_same_method_without_blocks(served, model, tokenizer, reference):
+    """Blocks of one token: the budget exactly, and the whole prompt a candidate, as `tessera eval` has it."""
+    method, ours = served
+    documents = [document(tokenizer, 1500, number) for number in range(8)]
+    prompts = [prompt for prompt, _ in documents]
+    texts = [output.outputs[0].text for output in ours.run(prompts, new=6, extras=[{"budget": 256}] * 8)]
+    right = [value in text for text, (_, value) in zip(texts, documents)]
+    own = settings.of_server({"tessera": {"method": method, "budget": 256}})
+    exact = [value in tokenizer.decode(one)
+             for one, (_, value) in zip(expected(reference, model, own, prompts, 6, 1), documents)]
+    # A rounded budget and a tail that always stays keep at least as much.
+    assert sum(right) >= sum(exact) - 1, (right, exact)
+    print(f"{method}: {sum(right)} of 8 right, {sum(exact)} by the budget exactly")
