@@ -1,5 +1,5 @@
-"""The worker's side on the CPU: vLLM's own kernels over the columns of a table that are still read, and compaction
-behind the attention of a prompt's end."""
+"""The worker's side on the CPU: vLLM's own kernels over the columns of a table that are still read, and what is observed
+and compacted behind their attention."""
 import dataclasses
 
 import torch
@@ -12,15 +12,15 @@ from .blocks import CompactedSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptRow:
-    """A request of a step whose prompt is compacted behind it, or some of whose queries are kept."""
+class ObservedRow:
+    """A request of a step that is compacted behind it, or some of whose queries are observed or kept."""
     request: str
     queries: slice           # its own in the step's
     start: int               # its tokens are those from start to end
     end: int
     row: plan.Row
     schedule: plan.Schedule
-    blocks: torch.Tensor     # the full blocks that it stores, in order
+    blocks: torch.Tensor     # those that attention reads, in order
 
 
 class Backend(cpu_attn.CPUAttentionBackend):
@@ -54,32 +54,32 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
         known = self.worker.rows(common_attn_metadata.num_reqs) if self.worker is not None else None
         if known is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        skipped, prompts = self._rows(common_attn_metadata, known)
+        skipped, observed = self._rows(common_attn_metadata, known)
         if any(skipped):
             common_attn_metadata = self._without(common_attn_metadata, skipped)
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        metadata.prompt_rows = prompts
+        metadata.observed_rows = observed
         return metadata
 
     def _rows(self, metadata, requests):
         """Of every row the columns that are not read; and the rows with something to do behind attention."""
         begins, ends = metadata.query_start_loc_cpu.tolist(), metadata.seq_lens.tolist()
-        skipped, prompts = [], []
+        skipped, observed = [], []
         for number, request in enumerate(requests):
             schedule = self.worker.requests.schedule(request, self.block_size)
             end = ends[number]
             start = end - (begins[number + 1] - begins[number])
             row = plan.row_of(schedule, start, end)
             skipped.append(row.skipped)
-            if row.compacts or row.keeps:
-                blocks = metadata.block_table_tensor[number, row.skipped:end // self.block_size].long()
+            if row.compacts or row.observes or row.keeps:
+                blocks = metadata.block_table_tensor[number, row.skipped:plan.blocks_for(end, self.block_size)]
                 own = slice(begins[number], begins[number + 1])
-                prompts.append(PromptRow(request.req_id, own, start, end, row, schedule, blocks))
+                observed.append(ObservedRow(request.req_id, own, start, end, row, schedule, blocks))
             following = schedule.next_compaction(start)
             if following is not None and end > following:
                 raise RuntimeError(f"tessera: a step takes a prompt from {start} to {end}; expected at most "
                                    f"{following}, where it is compacted; pass --scheduler-cls {refusals.SCHEDULER}")
-        return skipped, prompts
+        return skipped, observed
 
     def _without(self, metadata, skipped):
         """Tables without their first columns: as if these tokens had never been."""
@@ -109,38 +109,47 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
         result = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        for one in getattr(attn_metadata, "prompt_rows", ()):
-            self._after_prompt(layer, query, kv_cache, one)
+        for one in getattr(attn_metadata, "observed_rows", ()):
+            self._after_attention(layer, query, kv_cache, one)
         return result
 
-    def _after_prompt(self, layer, query, kv_cache, one):
-        name, row, requests = layer.layer_name, one.row, self.requests
+    def _after_attention(self, layer, query, kv_cache, one):
+        row, seen = one.row, self.requests.of_layer(one.request, layer.layer_name)
         own = query[one.queries].view(-1, self.num_heads, self.head_size)
-        earlier = requests.queries.get(one.request, {}).get(name)
         wanted = max(row.queries if row.compacts else 0, row.keeps)
-        newest = own[-wanted:] if earlier is None or own.size(0) >= wanted else torch.cat([earlier, own])[-wanted:]
-        if row.compacts:
-            self._compact(layer, kv_cache, one, newest[-row.queries:].contiguous())
-        if row.keeps:
-            requests.queries.setdefault(one.request, {})[name] = newest[-row.keeps:].clone()
-        elif one.request in requests.queries:
-            requests.queries[one.request].pop(name, None)
+        newest = own[-wanted:] if seen.queries is None or own.size(0) >= wanted else \
+            torch.cat([seen.queries, own])[-wanted:]
+        if row.compacts or row.observes:
+            self._observe(layer, kv_cache, one, seen, own, newest[-row.queries:])
+        seen.queries = newest[-row.keeps:].clone() if row.keeps else None
 
-    def _compact(self, layer, kv_cache, one, queries):
-        name, schedule, requests = layer.layer_name, one.schedule, self.requests
-        if queries.size(0) != one.row.queries:
-            raise RuntimeError(f"tessera: {queries.size(0)} queries of {one.request} are there; expected "
-                               f"{one.row.queries}; this is an error of tessera_vllm: please report it")
-        block, index = kv_cache.size(2), requests.layers[name]
-        kept = requests.positions.get(one.request, {}).get(name)
-        first = schedule.last_end(one.end - 1) // block * block if kept is not None else 0
-        positions = layout.stored_positions(kept, first, one.end // block * block - first)
-        write = lambda k, v, slots: self.do_kv_cache_update(layer, k, v, kv_cache, slots)
-        operations = requests.operators.of_budget(schedule.kept_blocks * block)
-        positions = layout.compact(operations, index, kv_cache, one.blocks, positions, queries,
-                                   one.end - queries.size(0), schedule.kept_blocks, write)
+    def _observe(self, layer, kv_cache, one, seen, own, newest):
+        """own: the step's queries; newest: those that a choice looks at, some of them of earlier steps."""
+        requests, row, schedule = self.requests, one.row, one.schedule
+        operations, index = requests.operators.pages, requests.layers[layer.layer_name]
+        tokens = one.end - row.skipped * schedule.block
+        known = 0 if seen.positions is None else seen.positions.size(1)
+        behind = torch.arange(one.end - tokens + known, one.end, dtype=torch.int32)
+        positions = behind[None] if known == 0 else \
+            torch.cat([seen.positions, behind.expand(seen.positions.size(0), -1)], 1)
+        scores = None
+        if requests.asked.observes in ("every_query", "newest_query"):
+            scores = torch.zeros(kv_cache.size(1), tokens)
+            if seen.scores is not None:
+                scores[:, :known] = seen.scores
+        stored = layout.RequestLayer(kv_cache, one.blocks, tokens, positions, scores)
+        if requests.asked.observes == "statistics" and one.start < schedule.prompt:
+            seen.statistics = seen.statistics or operations.statistics(1)
+        if row.observes or requests.asked.observes == "newest_query":
+            stored.observe(operations, index, own, seen.statistics)
+        if row.compacts:
+            if newest.size(0) != row.queries:
+                raise RuntimeError(f"tessera: {newest.size(0)} queries of {one.request} are there; expected "
+                                   f"{row.queries}; this is an error of tessera_vllm: please report it")
+            stored.compact(operations, index, newest, schedule.kept_blocks, seen.statistics)
+            requests.compactions += index == 0
         if schedule.next_compaction(one.end) is None:
-            requests.positions.get(one.request, {}).pop(name, None)
-        else:
-            requests.positions.setdefault(one.request, {})[name] = positions
-        requests.compactions += index == 0
+            seen.positions = seen.scores = seen.statistics = None
+        elif row.compacts or scores is not None:
+            seen.positions = stored.positions()
+            seen.scores = stored.scores() if schedule.every_query and scores is not None else None

@@ -18,39 +18,45 @@ def pages(kv_cache):
     return k, v
 
 
-def slots_in(blocks, block):
-    """The slots of these blocks, one behind the other."""
-    return (blocks[:, None] * block + torch.arange(block)).flatten()
+class RequestLayer:
+    """What a request stores in a layer, as Tessera's operators take it: the blocks that attention reads, in the order of
+    its tokens, the last of them partly filled.
 
-
-def stored_positions(kept, first, tokens):
-    """Positions of what a request stores in the blocks that attention reads: kept [kv_heads, n] of an earlier end, or
-    None; then every token from `first` on -> [kv_heads, n + tokens], or without kept [1, tokens]."""
-    behind = torch.arange(first, first + tokens, dtype=torch.int32)
-    return behind[None] if kept is None else torch.cat([kept, behind.expand(kept.size(0), -1)], 1)
-
-
-def compact(operations, index, kv_cache, blocks, positions, queries, first_query, kept_blocks, write):
-    """Chooses among the tokens in these blocks of layer `index` and moves what is kept into the last of them.
-
-    blocks [n]: full blocks of a request, in the order of its tokens; positions [kv_heads or 1, n * block] of these;
-    queries [tokens, q_heads, dim], of which `first_query` is the first's position; write(k, v, slots): the engine's own
-    writer, of rows [tokens, kv_heads, dim]. Returns the positions of what is kept, [kv_heads, kept_blocks * block].
+    blocks [n]; tokens: how many are stored; positions [kv_heads, tokens]; scores [kv_heads, tokens], or None.
     """
-    block, heads = kv_cache.size(2), kv_cache.size(1)
-    k, v = (half.index_select(0, blocks).flatten(0, 1) for half in pages(kv_cache))  # [n * block, kv_heads, dim]
-    tokens = k.size(0)
-    positions = positions.expand(heads, tokens)
-    layer = package().PagedLayer(k[None], v[None], torch.zeros(1, 1, dtype=torch.int32),
-                                 torch.full((1, heads), tokens, dtype=torch.int32), positions[None].contiguous())
-    slots, counts = operations.choose(index, layer, queries[None], torch.tensor([first_query], dtype=torch.int32))
-    kept = kept_blocks * block
-    if not bool((counts == kept).all()):
-        raise RuntimeError(f"tessera: counts of layer {index} are {counts.tolist()[0]}; expected {kept} of every "
-                           "kv_head; take a method that gives all heads the same")
-    slots = slots[0, :, :kept].long()  # [kv_heads, kept]
-    # The rows are copies, so nothing is read that has been overwritten. PageOperations.pack towards an end, in place
-    # and over the pages themselves, will take the place of the copies above and of what follows.
-    rows = slots.t()[..., None].expand(-1, -1, k.size(-1))
-    write(k.gather(0, rows), v.gather(0, rows), slots_in(blocks[-kept_blocks:], block))
-    return positions.gather(1, slots)
+
+    def __init__(self, kv_cache, blocks, tokens, positions, scores=None):
+        self.block, self.tokens = kv_cache.size(2), tokens
+        heads, slots = kv_cache.size(1), blocks.numel() * self.block
+        room = lambda column: torch.nn.functional.pad(column, (0, slots - tokens))[None].contiguous()
+        self.paged = package().PagedLayer(
+            *pages(kv_cache), blocks.to(torch.int32)[None], torch.full((1, heads), tokens, dtype=torch.int32),
+            room(positions.expand(heads, tokens)), None if scores is None else room(scores))
+
+    def observe(self, operations, index, queries, statistics=None):
+        """queries [tokens, q_heads, dim], the newest ones; their keys are stored."""
+        first = torch.tensor([int(self.paged.positions[0, 0, self.tokens - 1]) + 1 - queries.size(0)], dtype=torch.int32)
+        operations.observe(index, self.paged, queries[None].contiguous(), first, statistics=statistics)
+
+    def compact(self, operations, index, queries, kept_blocks, statistics=None):
+        """Chooses among the tokens in full blocks, and moves what is kept into the last of these. Afterwards the layer
+        is without the blocks before them."""
+        full, kept = self.tokens // self.block * self.block, kept_blocks * self.block
+        first = int(self.paged.positions[0, 0, self.tokens - 1]) + 1 - queries.size(0)
+        candidates = self.paged._replace(lengths=torch.full_like(self.paged.lengths, full))
+        number = lambda value: torch.tensor([value], dtype=torch.int32)
+        slots, counts = operations.choose(index, candidates, queries[None].contiguous(), number(first),
+                                          budgets=number(kept), statistics=statistics)
+        if not bool((counts == kept).all()):
+            raise RuntimeError(f"tessera: counts of layer {index} are {counts.tolist()[0]}; expected {kept} of every "
+                               "kv_head; take a method that gives all heads the same")
+        operations.pack(candidates, slots, counts, number(full))
+        self.begin = full - kept
+
+    begin = 0  # the first slot that is read
+
+    def positions(self):
+        return self.paged.positions[0, :, self.begin:self.tokens].clone()
+
+    def scores(self):
+        return self.paged.scores[0, :, self.begin:self.tokens].clone()

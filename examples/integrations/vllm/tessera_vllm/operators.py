@@ -29,23 +29,33 @@ class Model:
         self.dim = config.get_head_size()
         self.dtype = config.dtype
         self.softcap = float(getattr(config.hf_text_config, "attn_logit_softcapping", None) or 0)
+        self.config = config.hf_text_config
+
+    def rope_frequencies(self):
+        """How RoPE turns queries; ValueError where it is not known."""
+        package()
+        from tessera_torch.facts import rope
+        return rope.speeds(self.config, self.dim)
 
 
 class Operators:
-    """PageOperations of one method and model, one for each number of tokens that requests keep."""
+    """PageOperations of one method and model, whatever the budgets of requests."""
 
     def __init__(self, settings, model):
         self.settings, self.model = settings, model
-        self.of_budget = functools.lru_cache(maxsize=64)(self._open)
 
-    def _open(self, kept):
+    @functools.cached_property
+    def pages(self):
         model, named = self.model, dict(self.settings.parameters)
+        if self.settings.observes == "statistics":
+            named["rope_frequencies"] = model.rope_frequencies()
         torch_package = package()
         torch_package.build.MAY_COMPILE = False
         try:
             return torch_package.PageOperations(
                 self.settings.method, layers=model.layers, q_heads=model.q_heads, kv_heads=model.kv_heads,
-                dim=model.dim, dtype=model.dtype, budget=kept, softcap=model.softcap, **named)
+                dim=model.dim, dtype=model.dtype, budget=max(self.settings.budget, self.settings.window),
+                softcap=model.softcap, **named)
         except FileNotFoundError as error:
             command = (f"python -m tessera_vllm.build --model {model.path} --methods {self.settings.method} "
                        f"--dtype {str(model.dtype).removeprefix('torch.')}")
@@ -67,8 +77,16 @@ class Operators:
                                      torch.full(heads, tokens, dtype=torch.int32),
                                      torch.arange(tokens, dtype=torch.int32).expand(*heads, tokens).contiguous())
         first = torch.tensor([tokens - queries], dtype=torch.int32)
+        if self.pages.observes != self.settings.observes:
+            raise asking.refused(f"what {self.settings.method} observes", self.pages.observes, self.settings.observes,
+                                 "this is an error of tessera_vllm: please report it")
+        sums = self.pages.statistics(1) if self.settings.observes == "statistics" else None
+        layer = layer._replace(scores=torch.zeros(*heads, tokens))
         for index in range(model.layers):
-            _, counts = self.of_budget(kept).choose(index, layer, draw(1, queries, model.q_heads, model.dim), first)
+            q = draw(1, queries, model.q_heads, model.dim)
+            self.pages.observe(index, layer, q, first, statistics=sums)
+            _, counts = self.pages.choose(index, layer, q, first, budgets=torch.tensor([kept], dtype=torch.int32),
+                                          statistics=sums)
             if not bool((counts == kept).all()):
                 raise asking.refused(f"what {self.settings.method} keeps in layer {index}", counts.tolist()[0],
                                      f"{kept} tokens of every kv_head, as in vLLM's tables all have one length",

@@ -5,7 +5,7 @@ between them. Where a prompt is compacted depends on positions only, and not on 
 request that was preempted, or found a part of its prompt in the prefix cache, ends up with the same tokens.
 
 A prompt is compacted at its ends: in the mode `compact` where it ends, in the mode `chunked` also at every multiple of
-`chunk`. At an end E, in blocks of S tokens, each layer chooses M * S of the tokens that it stores in full blocks, moves
+`chunk`. Methods that drop in each step have ends behind the prompt, too: wherever a block is full. At an end E, in blocks of S tokens, each layer chooses M * S of the tokens that it stores in full blocks, moves
 them into the LAST M full blocks before E, and the blocks before these are free: dropped(E) = E // S - M of them. What
 stands behind the last full block stays where it is. A table stays indexed by a token's position, so slots of new
 tokens are the engine's own; what attention reads is the table without its first `dropped` columns.
@@ -24,17 +24,21 @@ class Schedule:
     kept_blocks: full blocks that stay of what is compacted
     chunk:       tokens between two ends; 0: the prompt's end alone
     window:      the newest queries before an end that its choice looks at
+    every_query: every query of the prompt must be seen, so that none of it may come from a prefix cache
+    every_block: behind the prompt each full block is an end
     """
     prompt: int
     block: int
     kept_blocks: int
     chunk: int = 0
     window: int = 0
+    every_query: bool = False
+    every_block: bool = False
 
     def last_end(self, position):
         """The last end at or before a position; 0: there was none."""
         if position >= self.prompt:
-            return self.prompt
+            return max(self.prompt, position // self.block * self.block) if self.every_block else self.prompt
         return position // self.chunk * self.chunk if self.chunk else 0
 
     def dropped(self, position):
@@ -47,17 +51,16 @@ class Schedule:
 
     def next_compaction(self, position):
         """The next position at which something is dropped, or None."""
+        fewest = (self.kept_blocks + 1) * self.block  # before so many tokens no end drops anything
         if position >= self.prompt:
-            return None
+            return max((position // self.block + 1) * self.block, fewest) if self.every_block else None
         if self.chunk:
-            # Before so many tokens no end drops anything.
-            fewest = (self.kept_blocks + 1) * self.block
             end = max(position // self.chunk + 1, blocks_for(fewest, self.chunk)) * self.chunk
             while end < self.prompt:
                 if self.compacts(end):
                     return end
                 end += self.chunk
-        return self.prompt if self.compacts(self.prompt) else None
+        return self.prompt if self.compacts(self.prompt) else self.next_compaction(self.prompt)
 
     def shared_blocks(self):
         """Leading blocks whose content is what the engine would have computed itself, and stays so; None: all blocks.
@@ -73,6 +76,8 @@ class Schedule:
         first = self.next_compaction(0)
         if first is None:
             return tokens
+        if self.every_query:
+            return 0
         whole = min(self.dropped(first), max(0, first - self.window) // self.block)
         return min(tokens, whole * self.block)
 
@@ -99,7 +104,8 @@ def schedule_of(settings, prompt, block):
     kept = blocks_for(max(settings.budget, settings.window), block)
     # Every end shall have at least one full block more than the last.
     chunk = max(settings.chunk, block) if settings.mode == "chunked" else 0
-    return Schedule(prompt, block, kept, chunk, settings.window)
+    return Schedule(prompt, block, kept, chunk, settings.window, settings.observes in ("every_query", "statistics"),
+                    settings.drops_in_steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,21 +113,25 @@ class Row:
     """What the worker does for one request of a step, whose new tokens are those from `start` to `end`.
 
     skipped:  columns of its table that attention does not read
-    compacts: the prompt is compacted behind the step's attention
+    compacts: what is stored is compacted behind the step's attention
+    observes: the step's queries are observed, for a method that sees every query
     queries:  how many of the newest queries the choice looks at (compacts), of this step and of kept ones
     keeps:    how many of the newest queries are kept for a later choice, if so many are there; 0: none
     """
     skipped: int
     compacts: bool
+    observes: bool
     queries: int
     keeps: int
 
 
 def row_of(schedule, start, end):
-    skipped = schedule.dropped(start)
-    if start >= schedule.prompt:
-        return Row(skipped, False, 0, 0)
-    following = schedule.next_compaction(end)
+    skipped, following = schedule.dropped(start), schedule.next_compaction(end)
+    compacts = schedule.compacts(end)
+    if start >= schedule.prompt and not schedule.every_block:
+        return Row(skipped, False, False, 0, 0)
+    # Nothing is kept of queries for an end that never comes.
+    observes = schedule.every_query and (compacts or following is not None)
     keeps = min(schedule.window, end) if following is not None and end > following - schedule.window else 0
     # A method that looks at no query is still told where the prompt stands, by its newest one.
-    return Row(skipped, schedule.compacts(end), min(max(schedule.window, 1), end), keeps)
+    return Row(skipped, compacts, observes, min(max(schedule.window, 1), end), keeps)

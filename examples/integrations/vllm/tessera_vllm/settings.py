@@ -14,26 +14,27 @@ MODES = {
     "off": "requests stay whole, except those that ask for another mode",
 }
 # The newest queries of a prompt that a method looks at unless its parameter `window` says another number; 0: none.
-METHODS = {"chunkkv": 32, "criticalkv": 32, "keydiff": 0, "knorm": 0, "lagkv": 0, "random": 0, "snapkv": 32,
-           "streaming_llm": 0}
-_SCORES = "it accumulates scores beside the tokens, which are not kept here"
+METHODS = {"chunkkv": 32, "criticalkv": 32, "expected_attention": 0, "h2o": 0, "keydiff": 0, "knorm": 0, "lagkv": 0,
+           "random": 0, "snapkv": 32, "streaming_llm": 0, "tova": 0}
+# What the others observe of queries, as PageOperations.observes has it.
+OBSERVES = {"expected_attention": "statistics", "h2o": "every_query", "tova": "newest_query"}
+DROPS_IN_STEPS = ("h2o", "tova")
 _UNEVEN = "it gives heads or layers unequal numbers of tokens, and vLLM's tables have one length for all"
 _WHOLE = "it keeps every token of a prompt, so that no block would be free"
 _READS = "it chooses what a step reads, and only what a prompt keeps is chosen here"
 _TEXT = "it goes by the text's sentences, which a worker does not see"
 REFUSED = {
-    "h2o": _SCORES, "tova": _SCORES, "ada_snapkv": _UNEVEN, "pyramidkv": _UNEVEN, "tangram": _UNEVEN,
+    "ada_snapkv": _UNEVEN, "pyramidkv": _UNEVEN, "tangram": _UNEVEN,
     "duo_attention": _UNEVEN, "mosaickv": _UNEVEN, "full": _WHOLE, "a_shape": _WHOLE, "tri_shape": _WHOLE,
     "minference": _WHOLE, "think": _WHOLE, "quest": _READS, "rocketkv": _READS, "rocketkv_mt": _READS, "sparq": _READS,
     "exact_topk": _READS, "hsa": _READS, "loopserve": _READS, "loopserve_decode": _READS, "loopserve_prefill": _READS,
     "sablock": _TEXT, "sentencekv": _TEXT, "kvzip": "it reads a prompt twice",
     "fastkvzip": "it needs a gate over hidden states",
-    "expected_attention": "it needs statistics of all queries",
 }
 LARGEST = 1 << 30
 # Arguments of PageOperations itself, which hide a method's parameter of the same name.
 HIDDEN = ("layers", "q_heads", "kv_heads", "dim", "dtype", "device", "budget", "prompt", "sliding_window",
-          "sliding_layers", "scale", "softcap", "sinks", "profile")
+          "sliding_layers", "scale", "softcap", "sink_logits", "profile", "rope_frequencies")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,15 @@ class Settings:
     def window(self):
         """The newest queries that the method looks at; the prompt's last tokens that these are of are always kept."""
         return dict(self.parameters).get("window", METHODS[self.method]) if METHODS[self.method] else 0
+
+    @property
+    def observes(self):
+        return OBSERVES.get(self.method, "window" if METHODS[self.method] else "nothing")
+
+    @property
+    def drops_in_steps(self):
+        """Whether the method also drops behind the prompt: then it does wherever a block is full."""
+        return self.method in DROPS_IN_STEPS
 
 
 def refused(name, given, expected, cure):

@@ -3,12 +3,31 @@ them.
 
 vLLM tells an attention backend lengths and tables, but not whose they are: that is known here.
 """
+import dataclasses
+
+import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from . import names, operators, plan, refusals, settings
 
 names.check()
 active = None  # of this process; None: its model is served without tessera
+
+
+@dataclasses.dataclass
+class Observed:
+    """What later ends of a request need of a layer.
+
+    queries:    the newest ones, [tokens, q_heads, dim]
+    positions:  of what is stored behind the blocks that were dropped, as far as it was looked at, [kv_heads, tokens]; None:
+                every token from 0 on
+    scores:     of the same tokens, for methods that add up what every query gives, [kv_heads, tokens]
+    statistics: sums over the prompt's queries, for methods that go by these
+    """
+    queries: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+    statistics: tuple | None = None
 
 
 class Requests:
@@ -18,8 +37,7 @@ class Requests:
         self.asked = asked
         self.operators = operators.Operators(asked, model)
         self.schedules = {}   # request id -> Schedule
-        self.queries = {}     # request id -> {layer: the newest queries of its prompt}
-        self.positions = {}   # request id -> {layer: positions of what its last end has kept, [kv_heads, tokens]}
+        self.observed = {}    # request id -> {layer: Observed}
         self.layers = {}      # layer -> its number
         self.compactions = 0  # how often a prompt was compacted
 
@@ -32,8 +50,11 @@ class Requests:
             known = self.schedules[request.req_id] = plan.schedule_of(own, request.num_prompt_tokens, block)
         return known
 
+    def of_layer(self, request_id, name):
+        return self.observed.setdefault(request_id, {}).setdefault(name, Observed())
+
     def drop(self, request_id):
-        for table in (self.schedules, self.queries, self.positions):
+        for table in (self.schedules, self.observed):
             table.pop(request_id, None)
 
     def begin_step(self, scheduled):

@@ -42,8 +42,24 @@ class Reference:
         weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
         return torch.einsum("hgts,shd->thgd", weights, v).reshape(tokens, -1)
 
-    def _pass(self, ids, start, memory):
-        """Logits of the last of these tokens; rows, positions and newest queries go into memory, by layer."""
+    def _layer(self, store, stored):
+        """The first rows of a layer as Tessera's operators take them."""
+        from tessera_torch import PagedLayer
+        return PagedLayer(store["k"][None, :stored].contiguous(), store["v"][None, :stored].contiguous(),
+                          torch.zeros(1, 1, dtype=torch.int32),
+                          torch.full((1, self.kv_heads), stored, dtype=torch.int32),
+                          store["positions"][None, :, :stored].contiguous(), store["scores"][None, :, :stored].contiguous())
+
+    def _observe(self, store, index, q, start, operations, of_prompt):
+        if operations.observes == "statistics" and not of_prompt:
+            return
+        layer = self._layer(store, store["k"].size(0))
+        operations.observe(index, layer, q[None].contiguous(), torch.tensor([start], dtype=torch.int32),
+                           statistics=store["statistics"])
+        store["scores"] = layer.scores[0]
+
+    def _pass(self, ids, start, memory, operations, of_prompt):
+        """Logits of the last of these tokens; rows, positions and what is observed go into memory, by layer."""
         positions = torch.arange(start, start + len(ids))
         x = self.w["embed_tokens.weight"][ids]
         for index in range(self.layers):
@@ -55,6 +71,8 @@ class Reference:
             store["k"], store["v"] = torch.cat([store["k"], k]), torch.cat([store["v"], v])
             store["positions"] = torch.cat([store["positions"], positions.int()[None].expand(self.kv_heads, -1)], 1)
             store["q"] = torch.cat([store["q"], q])[-256:]
+            store["scores"] = torch.nn.functional.pad(store["scores"], (0, len(ids)))
+            self._observe(store, index, q, start, operations, of_prompt)
             x = x + self._attend(q, store["k"], store["v"]) @ self.w[name + "self_attn.o_proj.weight"].T
             h = self._norm(x, name + "post_attention_layernorm")
             gate, up = h @ self.w[name + "mlp.gate_proj.weight"].T, h @ self.w[name + "mlp.up_proj.weight"].T
@@ -63,42 +81,42 @@ class Reference:
         return self._norm(x[-1], "norm") @ head.T
 
     def _compact(self, store, index, schedule, end, operations):
-        from tessera_torch import PagedLayer
         tail = end % schedule.block
         stored = store["k"].size(0) - tail
         queries = store["q"][-min(max(1, schedule.window), end):]
-        positions = store["positions"][:, :stored]
-        layer = PagedLayer(store["k"][None, :stored].contiguous(), store["v"][None, :stored].contiguous(),
-                           torch.zeros(1, 1, dtype=torch.int32),
-                           torch.full((1, self.kv_heads), stored, dtype=torch.int32),
-                           positions[None].contiguous())
-        slots, counts = operations.choose(index, layer, queries[None].contiguous(),
-                                          torch.tensor([end - queries.size(0)], dtype=torch.int32))
-        kept = int(counts[0, 0])
+        kept = schedule.kept_blocks * schedule.block
+        slots, counts = operations.choose(
+            index, self._layer(store, stored), queries[None].contiguous(),
+            torch.tensor([end - queries.size(0)], dtype=torch.int32), budgets=torch.tensor([kept], dtype=torch.int32),
+            statistics=store["statistics"])
         assert counts.eq(kept).all()
         slots = slots[0, :, :kept].long()
         rows = slots.t()[..., None].expand(-1, -1, self.dim)
         for name in ("k", "v"):
             store[name] = torch.cat([store[name].gather(0, rows), store[name][stored:]])
-        store["positions"] = torch.cat([positions.gather(1, slots), store["positions"][:, stored:]], 1)
+        for name in ("positions", "scores"):
+            store[name] = torch.cat([store[name].gather(1, slots), store[name][:, stored:]], 1)
 
     @torch.no_grad()
     def generate(self, prompt, new, schedule, operations):
-        """Greedy tokens. operations: PageOperations that keep schedule.kept_blocks * schedule.block tokens, or None."""
+        """Greedy tokens."""
         rows = lambda heads: torch.zeros(0, heads, self.dim)
         memory = [{"k": rows(self.kv_heads), "v": rows(self.kv_heads), "q": rows(self.q_heads),
-                   "positions": torch.zeros(self.kv_heads, 0, dtype=torch.int32)} for _ in range(self.layers)]
-        position = 0
-        while position < len(prompt):
-            end = min(schedule.next_compaction(position) or len(prompt), position + 1024)
-            logits = self._pass(prompt[position:end], position, memory)
+                   "positions": torch.zeros(self.kv_heads, 0, dtype=torch.int32),
+                   "scores": torch.zeros(self.kv_heads, 0),
+                   "statistics": operations.statistics(1) if operations.observes == "statistics" else None}
+                  for _ in range(self.layers)]
+        position, generated = 0, []
+        while len(generated) < new:
+            of_prompt = position < len(prompt)
+            end = min(schedule.next_compaction(position) or len(prompt), position + 1024, len(prompt)) if of_prompt \
+                else position + 1
+            logits = self._pass(prompt[position:end] if of_prompt else generated[-1:], position, memory, operations,
+                                of_prompt)
             if schedule.compacts(end):
                 for index, store in enumerate(memory):
                     self._compact(store, index, schedule, end, operations)
             position = end
-        generated = [int(logits.argmax())]
-        while len(generated) < new:
-            logits = self._pass(generated[-1:], position, memory)
-            generated.append(int(logits.argmax()))
-            position += 1
+            if position >= len(prompt):
+                generated.append(int(logits.argmax()))
         return generated

@@ -72,6 +72,6 @@ def test_random_requests_lose_no_block(engine, tokenizer, number):
         assert ours.tokens(prompts[:1], 8) == wanted
         state, last = ours.state(), f"{len(ours.outputs) - 1}-0"
         assert all(name.startswith(last)
-                   for table in (state.schedules, state.queries, state.positions) for name in table)
+                   for table in (state.schedules, state.observed) for name in table)
         print(f"{ENGINES[number]['method']}: {come} requests, {aborted} aborted, {ours.preemptions} preempted, "
               f"{state.compactions} compactions")

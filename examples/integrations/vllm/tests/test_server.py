@@ -78,7 +78,7 @@ BUDGET = {"tessera": {"budget": 256}}
 
 
 @pytest.mark.parametrize("options, said", [
-    ({**CLASSES, "additional_config": {"tessera": {"method": "h2o"}}}, "tessera: method is 'h2o'; expected chunkkv"),
+    ({**CLASSES, "additional_config": {"tessera": {"method": "kvzip"}}}, "tessera: method is 'kvzip'; expected chunkkv"),
     ({**CLASSES, "additional_config": {"tessera": {"mode": "read"}}}, "tessera: mode is 'read'; expected"),
     ({**CLASSES, "additional_config": {"tessera": {"parameters": {"windw": 3}}}},
      "parameter is 'windw'; expected window"),
