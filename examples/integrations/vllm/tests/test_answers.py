@@ -77,7 +77,8 @@ def test_tokens_are_those_of_a_reference_that_has_no_blocks(served, model, token
     before = ours.state().compactions
     asked = {"mode": mode, "budget": 160, "chunk": 256}
     tokens = ours.tokens(prompts, new=12, extras=[asked] * 4)
-    assert ours.state().compactions - before == (4 if mode == "compact" else 2 + 3 + 4 + 6)
+    # In chunks at 256, 512, ... and at the end, unless that adds no full block: 300 -> 2, 517 -> 2, 1000 -> 4, 1333 -> 6.
+    assert ours.state().compactions - before == (4 if mode == "compact" else 2 + 2 + 4 + 6)
     own = settings.of_server({"tessera": {"method": method, **asked}})
     assert tokens == expected(reference, model, own, prompts, 12, BLOCK)
 
