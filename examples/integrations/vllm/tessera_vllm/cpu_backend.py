@@ -105,6 +105,11 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
             raise settings.refused("a layer's attention",
                                    "one with ALiBi, sink logits, a window or another layer's keys",
                                    "its own keys without these", "serve this model without tessera's settings")
+        elif (self.num_heads, self.num_kv_heads, self.head_size) != worker.active.requests.operators.model.heads():
+            raise settings.refused("a layer's q heads, kv_heads and head dim",
+                                   (self.num_heads, self.num_kv_heads, self.head_size),
+                                   f"{worker.active.requests.operators.model.heads()}, as the model's config has them",
+                                   "serve this model without tessera's settings")
         self.requests = worker.active.requests if asked is not None else None
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
@@ -136,7 +141,7 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
         first = schedule.last_end(one.end - 1) // block * block if kept is not None else 0
         positions = layout.stored_positions(kept, first, one.end // block * block - first)
         write = lambda k, v, slots: self.do_kv_cache_update(layer, k, v, kv_cache, slots)
-        operations = requests.operators.of_budget(schedule.kept_blocks * block)
+        operations = requests.operators.of_budget(schedule.kept_blocks * block, self.scale, float(self.logits_soft_cap))
         positions = layout.compact(operations, index, kv_cache, one.blocks, positions, queries,
                                    one.end - queries.size(0), schedule.kept_blocks, write)
         if schedule.next_compaction(one.end) is None:

@@ -28,24 +28,27 @@ class Model:
         self.kv_heads = config.get_num_kv_heads(parallel)
         self.dim = config.get_head_size()
         self.dtype = config.dtype
-        self.softcap = float(getattr(config.hf_text_config, "attn_logit_softcapping", None) or 0)
+
+    def heads(self):
+        return self.q_heads, self.kv_heads, self.dim
 
 
 class Operators:
-    """PageOperations of one method and model, one for each number of tokens that requests keep."""
+    """PageOperations of one method and model: of_budget(kept, scale, softcap), one for each number of tokens that
+    requests keep."""
 
     def __init__(self, settings, model):
         self.settings, self.model = settings, model
         self.of_budget = functools.lru_cache(maxsize=64)(self._open)
 
-    def _open(self, kept):
+    def _open(self, kept, scale=0.0, softcap=0.0):
         model, named = self.model, dict(self.settings.parameters)
         torch_package = package()
         torch_package.build.MAY_COMPILE = False
         try:
             return torch_package.PageOperations(
                 self.settings.method, layers=model.layers, q_heads=model.q_heads, kv_heads=model.kv_heads,
-                dim=model.dim, dtype=model.dtype, budget=kept, softcap=model.softcap, **named)
+                dim=model.dim, dtype=model.dtype, budget=kept, scale=scale, softcap=softcap, **named)
         except FileNotFoundError as error:
             command = (f"python -m tessera_vllm.build --model {model.path} --methods {self.settings.method} "
                        f"--dtype {str(model.dtype).removeprefix('torch.')}")
