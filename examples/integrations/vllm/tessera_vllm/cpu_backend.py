@@ -105,6 +105,11 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
             raise settings.refused("a layer's attention",
                                    "one with ALiBi, sink logits, a window or another layer's keys",
                                    "its own keys without these", "serve this model without tessera's settings")
+        elif (self.num_heads, self.num_kv_heads, self.head_size) != worker.active.requests.operators.model.heads():
+            raise settings.refused("a layer's q heads, kv_heads and head dim",
+                                   (self.num_heads, self.num_kv_heads, self.head_size),
+                                   f"{worker.active.requests.operators.model.heads()}, as the model's config has them",
+                                   "serve this model without tessera's settings")
         self.requests = worker.active.requests if asked is not None else None
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
@@ -126,7 +131,8 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
     def _observe(self, layer, kv_cache, one, seen, own, newest):
         """own: the step's queries; newest: those that a choice looks at, some of them of earlier steps."""
         requests, row, schedule = self.requests, one.row, one.schedule
-        operations, index = requests.operators.pages, requests.layers[layer.layer_name]
+        operations = requests.operators.pages(self.scale, float(self.logits_soft_cap))
+        index = requests.layers[layer.layer_name]
         tokens = one.end - row.skipped * schedule.block
         known = 0 if seen.positions is None else seen.positions.size(1)
         behind = torch.arange(one.end - tokens + known, one.end, dtype=torch.int32)

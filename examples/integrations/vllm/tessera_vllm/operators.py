@@ -28,8 +28,10 @@ class Model:
         self.kv_heads = config.get_num_kv_heads(parallel)
         self.dim = config.get_head_size()
         self.dtype = config.dtype
-        self.softcap = float(getattr(config.hf_text_config, "attn_logit_softcapping", None) or 0)
         self.config = config.hf_text_config
+
+    def heads(self):
+        return self.q_heads, self.kv_heads, self.dim
 
     def rope_frequencies(self):
         """How RoPE turns queries; ValueError where it is not known."""
@@ -39,13 +41,13 @@ class Model:
 
 
 class Operators:
-    """PageOperations of one method and model, whatever the budgets of requests."""
+    """PageOperations of one method and model, whatever the budgets of requests: pages(scale, softcap) of attention."""
 
     def __init__(self, settings, model):
         self.settings, self.model = settings, model
+        self.pages = functools.lru_cache(maxsize=8)(self._open)
 
-    @functools.cached_property
-    def pages(self):
+    def _open(self, scale=0.0, softcap=0.0):
         model, named = self.model, dict(self.settings.parameters)
         if self.settings.observes == "statistics":
             named["rope_frequencies"] = model.rope_frequencies()
@@ -54,8 +56,8 @@ class Operators:
         try:
             return torch_package.PageOperations(
                 self.settings.method, layers=model.layers, q_heads=model.q_heads, kv_heads=model.kv_heads,
-                dim=model.dim, dtype=model.dtype, budget=max(self.settings.budget, self.settings.window),
-                softcap=model.softcap, **named)
+                dim=model.dim, dtype=model.dtype, budget=max(self.settings.budget, self.settings.window), scale=scale,
+                softcap=softcap, **named)
         except FileNotFoundError as error:
             command = (f"python -m tessera_vllm.build --model {model.path} --methods {self.settings.method} "
                        f"--dtype {str(model.dtype).removeprefix('torch.')}")
@@ -77,15 +79,16 @@ class Operators:
                                      torch.full(heads, tokens, dtype=torch.int32),
                                      torch.arange(tokens, dtype=torch.int32).expand(*heads, tokens).contiguous())
         first = torch.tensor([tokens - queries], dtype=torch.int32)
-        if self.pages.observes != self.settings.observes:
-            raise asking.refused(f"what {self.settings.method} observes", self.pages.observes, self.settings.observes,
+        pages = self.pages()
+        if pages.observes != self.settings.observes:
+            raise asking.refused(f"what {self.settings.method} observes", pages.observes, self.settings.observes,
                                  "this is an error of tessera_vllm: please report it")
-        sums = self.pages.statistics(1) if self.settings.observes == "statistics" else None
+        sums = pages.statistics(1) if self.settings.observes == "statistics" else None
         layer = layer._replace(scores=torch.zeros(*heads, tokens))
         for index in range(model.layers):
             q = draw(1, queries, model.q_heads, model.dim)
-            self.pages.observe(index, layer, q, first, statistics=sums)
-            _, counts = self.pages.choose(index, layer, q, first, budgets=torch.tensor([kept], dtype=torch.int32),
+            pages.observe(index, layer, q, first, statistics=sums)
+            _, counts = pages.choose(index, layer, q, first, budgets=torch.tensor([kept], dtype=torch.int32),
                                           statistics=sums)
             if not bool((counts == kept).all()):
                 raise asking.refused(f"what {self.settings.method} keeps in layer {index}", counts.tolist()[0],

@@ -65,7 +65,7 @@ class Engine:
         if tessera is not None:
             options = {"worker_cls": "tessera_vllm.worker.Worker", "scheduler_cls": "tessera_vllm.scheduler.Scheduler",
                        "additional_config": {"tessera": tessera}, **options}
-        self.llm = LLM(model=model, block_size=BLOCK, enforce_eager=True, **options)
+        self.llm = LLM(model=model, enforce_eager=True, **{"block_size": BLOCK, **options})
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
