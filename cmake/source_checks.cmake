@@ -23,6 +23,7 @@ tessera_source_check(figures_page Python3::Interpreter "${PROJECT_SOURCE_DIR}/be
 tessera_source_check(public_headers Python3::Interpreter "${PROJECT_SOURCE_DIR}/docs/tools/public_headers.py" --check "${PROJECT_SOURCE_DIR}")
 tessera_source_check(forbidden_text Python3::Interpreter "${checks}/forbidden_text.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(serving_simulation Python3::Interpreter "${PROJECT_SOURCE_DIR}/benchmarks/serving/test_simulate.py")
+tessera_source_check(vllm_schedules Python3::Interpreter "${PROJECT_SOURCE_DIR}/examples/integrations/vllm/tests/test_plan.py")
 tessera_source_check(checks_fail_when_they_should Python3::Interpreter "${checks}/self_test.py" "${CMAKE_CXX_COMPILER}")
 tessera_source_check(two_targets Python3::Interpreter "${checks}/two_targets.py" "${PROJECT_SOURCE_DIR}"
                      "${CMAKE_CXX_COMPILER}" -std=c++20 "-I${PROJECT_SOURCE_DIR}/include")

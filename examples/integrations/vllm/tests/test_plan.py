@@ -1,9 +1,11 @@
-"""Arithmetic of schedules, without vLLM: against a walk over tokens one by one."""
+"""Arithmetic of schedules, without vLLM: against a walk over tokens one by one. A part of the repository's own tests."""
+import pathlib
 import random
+import sys
+import unittest
 
-import pytest
-from tessera_vllm import plan, settings
-
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from tessera_vllm import plan, settings  # noqa: E402
 
 BEHIND = 200  # tokens behind a prompt that are looked at
 
@@ -31,125 +33,121 @@ def random_schedules(count):
                             draw.choice([0, 1, 8, 32, 64]), draw.random() < 0.2, draw.random() < 0.3)
 
 
-def test_compactions_are_those_of_a_walk_over_tokens():
-    for schedule in random_schedules(200):
-        found, position = [], 0
-        while (position := schedule.next_compaction(position)) is not None and position <= schedule.prompt + BEHIND:
-            found.append((position, schedule.dropped(position)))
-        assert found == walked(schedule)
-        for position in range(schedule.prompt + BEHIND):
-            passed = [dropped for end, dropped in found if end <= position]
-            assert schedule.dropped(position) == (passed[-1] if passed else 0)
+class Schedules(unittest.TestCase):
+    def test_compactions_are_those_of_a_walk_over_tokens(self):
+        for schedule in random_schedules(200):
+            found, position = [], 0
+            while (position := schedule.next_compaction(position)) is not None and position <= schedule.prompt + BEHIND:
+                found.append((position, schedule.dropped(position)))
+            assert found == walked(schedule)
+            for position in range(schedule.prompt + BEHIND):
+                passed = [dropped for end, dropped in found if end <= position]
+                assert schedule.dropped(position) == (passed[-1] if passed else 0)
+
+    def test_what_is_shared_is_never_overwritten_nor_computed_from_a_compacted_prompt(self):
+        for schedule in random_schedules(200):
+            found = walked(schedule)
+            shared, first = schedule.shared_blocks(), schedule.next_compaction(0)
+            found = found or ([(first, schedule.dropped(first))] if first is not None else [])
+            if not found:
+                assert shared is None and schedule.longest_hit(schedule.prompt) == schedule.prompt
+                continue
+            for end, _ in found:
+                overwritten = range(end // schedule.block - schedule.kept_blocks, end // schedule.block)
+                assert shared <= overwritten.start
+            assert shared * schedule.block <= found[0][0]
+            hit = schedule.longest_hit(schedule.prompt)
+            assert hit <= shared * schedule.block and (hit % schedule.block == 0 or hit == schedule.prompt)
+            assert found[0][0] - hit >= min(schedule.window, found[0][0])
+
+    def test_a_request_never_holds_more_than_it_is_admitted_with(self):
+        draw = random.Random(2)
+        for schedule in random_schedules(200):
+            tokens = schedule.prompt + draw.choice([0, 0, 1, 40])
+            position, first, later = 0, 0, 0
+            while position < tokens:
+                step = min(schedule.next_compaction(position) or tokens, tokens, position + draw.choice([17, 100, 400]))
+                holds = plan.blocks_for(step, schedule.block) - schedule.dropped(position)
+                if schedule.dropped(position):
+                    later = max(later, holds)
+                else:
+                    first = max(first, holds)
+                position = step
+            assert first == schedule.blocks_before_first(tokens)
+            assert later <= schedule.most_blocks_later(tokens)
+            if schedule.chunk:
+                most = schedule.kept_blocks + plan.blocks_for(schedule.chunk, schedule.block) + 1
+                assert schedule.most_blocks_later(schedule.prompt) <= most
+
+    def test_queries_of_a_window_are_there_whatever_the_chunks_were(self):
+        draw = random.Random(3)
+        for schedule in random_schedules(200):
+            position, kept = schedule.longest_hit(draw.randrange(schedule.prompt + 1)), 0
+            while position < schedule.prompt:
+                end = min(schedule.next_compaction(position) or schedule.prompt, position + draw.randrange(1, 90))
+                row = plan.row_of(schedule, position, end)
+                there = kept + end - position
+                assert row.compacts == schedule.compacts(end) and row.skipped == schedule.dropped(position)
+                if row.compacts:
+                    assert row.queries == min(max(1, schedule.window), end) <= there
+                kept, position = min(row.keeps, there), end  # behind a hit fewer may be there, and are enough
+
+    def test_a_hand_worked_case(self):
+        # 100 tokens in blocks of 10, 30 of which stay: 7 leading blocks are free, the last three full ones are overwritten.
+        compact = plan.Schedule(prompt=105, block=10, kept_blocks=3)
+        assert [compact.dropped(position) for position in (0, 104, 105, 200)] == [0, 0, 7, 7]
+        assert compact.next_compaction(0) == 105 and compact.next_compaction(105) is None
+        assert compact.shared_blocks() == 7 and compact.longest_hit(104) == 70
+        # At 40, 80 and 105: 4, 8 and 10 full blocks less 3.
+        chunked = plan.Schedule(prompt=105, block=10, kept_blocks=3, chunk=40)
+        assert [chunked.dropped(position) for position in (39, 40, 79, 80, 104, 105)] == [0, 1, 1, 5, 5, 7]
+        assert chunked.shared_blocks() == 1
+        assert chunked.blocks_before_first(105) == 4 and chunked.most_blocks_later(105) == 8 - 1
+
+    def test_a_request_that_is_off_or_fits_stays_whole(self):
+        server = settings.Settings(budget=256)
+        off = settings.for_request(server, {"tessera": {"mode": "off"}})
+        for own, prompt in ((off, 4000), (server, 256), (server, 287)):
+            schedule = plan.schedule_of(own, prompt, 32)
+            assert schedule.next_compaction(0) is None and schedule.dropped(10 ** 6) == 0
+            assert schedule.shared_blocks() is None
+
+    def test_a_window_always_fits_what_is_kept(self):
+        own = settings.for_request(settings.Settings(budget=256), {"tessera": {"budget": 1}})
+        assert plan.schedule_of(own, 1000, 16).kept_blocks == 2  # the window's 32 tokens
+
+    def test_a_servers_wrong_setting_is_refused_in_a_sentence(self):
+        for given, said in [
+            ("snapkv", "is 'snapkv'; expected a dict"), ({"modus": "compact"}, "is 'modus'; expected budget, chunk"),
+            ({"mode": "read"}, "mode is 'read'; expected chunked, compact, off"), ({"mode": 3}, "mode is 3"),
+            ({"method": "kvzip"}, "method is 'kvzip'; expected chunkkv"), ({"method": "ada_snapkv"}, "unequal numbers of tokens"),
+            ({"method": "quest"}, "what a step reads"), ({"method": "nonsense"}, "method is 'nonsense'"),
+            ({"method": ["snapkv"]}, "method is ['snapkv']"), ({"method": "a_shape"}, "keeps every token"),
+            ({"budget": 0}, "budget is 0; expected a whole number from 1"), ({"budget": 2.5}, "budget is 2.5"),
+            ({"budget": True}, "budget is True"), ({"budget": "256"}, "budget is '256'"), ({"chunk": -1}, "chunk is -1"),
+            ({"parameters": [1]}, "parameters is [1]"), ({"parameters": {"window": "32"}}, "window is '32'"),
+            ({"parameters": {"window": 512}}, "budget is 256; expected at least the window, which is 512"),
+            ({"parameters": {"sink_logits": 4}}, "a name of parameters is 'sink_logits'"), ({"figures": 7}, "figures is 7"),
+        ]:
+            with self.subTest(said), self.assertRaises(ValueError) as caught:
+                settings.of_server({"tessera": given})
+            self.assertTrue(said in str(caught.exception) and "\n" not in str(caught.exception), caught.exception)
+
+    def test_a_requests_wrong_setting_is_refused_in_a_sentence(self):
+        for given, said in [
+            (4, "is 4; expected a dict"), ("budget=4", "is 'budget=4'; expected JSON"), ('{"budget": 0}', "budget is 0"),
+            ({"method": "snapkv"}, "is 'method'; expected budget, chunk, mode"),
+            ({"budget": -4}, "budget is -4"), ({"mode": "compress"}, "mode is 'compress'"), ({"chunk": 1 << 40}, "chunk is"),
+        ]:
+            with self.subTest(said), self.assertRaises(ValueError) as caught:
+                settings.of_request({"tessera": given})
+            self.assertTrue(said in str(caught.exception), caught.exception)
+
+    def test_nothing_is_asked_of_a_server_without_settings(self):
+        assert settings.of_server({}) is None and settings.of_server(None) is None
+        assert settings.of_request({"tessera": '{"budget": 512}'}) == settings.of_request({"tessera": {"budget": 512}})
+        assert settings.of_request(None) == {} and settings.of_request({"other": 1}) == {}
 
 
-def test_what_is_shared_is_never_overwritten_nor_computed_from_a_compacted_prompt():
-    for schedule in random_schedules(200):
-        found = walked(schedule)
-        shared, first = schedule.shared_blocks(), schedule.next_compaction(0)
-        found = found or ([(first, schedule.dropped(first))] if first is not None else [])
-        if not found:
-            assert shared is None and schedule.longest_hit(schedule.prompt) == schedule.prompt
-            continue
-        for end, _ in found:
-            overwritten = range(end // schedule.block - schedule.kept_blocks, end // schedule.block)
-            assert shared <= overwritten.start
-        assert shared * schedule.block <= found[0][0]
-        hit = schedule.longest_hit(schedule.prompt)
-        assert hit <= shared * schedule.block and (hit % schedule.block == 0 or hit == schedule.prompt)
-        assert found[0][0] - hit >= min(schedule.window, found[0][0])
-
-
-def test_a_request_never_holds_more_than_it_is_admitted_with():
-    draw = random.Random(2)
-    for schedule in random_schedules(200):
-        tokens = schedule.prompt + draw.choice([0, 0, 1, 40])
-        position, first, later = 0, 0, 0
-        while position < tokens:
-            step = min(schedule.next_compaction(position) or tokens, tokens, position + draw.choice([17, 100, 400]))
-            holds = plan.blocks_for(step, schedule.block) - schedule.dropped(position)
-            if schedule.dropped(position):
-                later = max(later, holds)
-            else:
-                first = max(first, holds)
-            position = step
-        assert first == schedule.blocks_before_first(tokens)
-        assert later <= schedule.most_blocks_later(tokens)
-        if schedule.chunk:
-            most = schedule.kept_blocks + plan.blocks_for(schedule.chunk, schedule.block) + 1
-            assert schedule.most_blocks_later(schedule.prompt) <= most
-
-
-def test_queries_of_a_window_are_there_whatever_the_chunks_were():
-    draw = random.Random(3)
-    for schedule in random_schedules(200):
-        position, kept = schedule.longest_hit(draw.randrange(schedule.prompt + 1)), 0
-        while position < schedule.prompt:
-            end = min(schedule.next_compaction(position) or schedule.prompt, position + draw.randrange(1, 90))
-            row = plan.row_of(schedule, position, end)
-            there = kept + end - position
-            assert row.compacts == schedule.compacts(end) and row.skipped == schedule.dropped(position)
-            if row.compacts:
-                assert row.queries == min(max(1, schedule.window), end) <= there
-            kept, position = min(row.keeps, there), end  # behind a hit fewer may be there, and are enough
-
-
-def test_a_hand_worked_case():
-    # 100 tokens in blocks of 10, 30 of which stay: 7 leading blocks are free, the last three full ones are overwritten.
-    compact = plan.Schedule(prompt=105, block=10, kept_blocks=3)
-    assert [compact.dropped(position) for position in (0, 104, 105, 200)] == [0, 0, 7, 7]
-    assert compact.next_compaction(0) == 105 and compact.next_compaction(105) is None
-    assert compact.shared_blocks() == 7 and compact.longest_hit(104) == 70
-    # At 40, 80 and 105: 4, 8 and 10 full blocks less 3.
-    chunked = plan.Schedule(prompt=105, block=10, kept_blocks=3, chunk=40)
-    assert [chunked.dropped(position) for position in (39, 40, 79, 80, 104, 105)] == [0, 1, 1, 5, 5, 7]
-    assert chunked.shared_blocks() == 1
-    assert chunked.blocks_before_first(105) == 4 and chunked.most_blocks_later(105) == 8 - 1
-
-
-def test_a_request_that_is_off_or_fits_stays_whole():
-    server = settings.Settings(budget=256)
-    off = settings.for_request(server, {"tessera": {"mode": "off"}})
-    for own, prompt in ((off, 4000), (server, 256), (server, 287)):
-        schedule = plan.schedule_of(own, prompt, 32)
-        assert schedule.next_compaction(0) is None and schedule.dropped(10 ** 6) == 0
-        assert schedule.shared_blocks() is None
-
-
-def test_a_window_always_fits_what_is_kept():
-    own = settings.for_request(settings.Settings(budget=256), {"tessera": {"budget": 1}})
-    assert plan.schedule_of(own, 1000, 16).kept_blocks == 2  # the window's 32 tokens
-
-
-@pytest.mark.parametrize("given, said", [
-    ("snapkv", "is 'snapkv'; expected a dict"), ({"modus": "compact"}, "is 'modus'; expected budget, chunk"),
-    ({"mode": "read"}, "mode is 'read'; expected chunked, compact, off"), ({"mode": 3}, "mode is 3"),
-    ({"method": "kvzip"}, "method is 'kvzip'; expected chunkkv"), ({"method": "ada_snapkv"}, "unequal numbers of tokens"),
-    ({"method": "quest"}, "what a step reads"), ({"method": "nonsense"}, "method is 'nonsense'"),
-    ({"method": ["snapkv"]}, "method is ['snapkv']"), ({"method": "a_shape"}, "keeps every token"),
-    ({"budget": 0}, "budget is 0; expected a whole number from 1"), ({"budget": 2.5}, "budget is 2.5"),
-    ({"budget": True}, "budget is True"), ({"budget": "256"}, "budget is '256'"), ({"chunk": -1}, "chunk is -1"),
-    ({"parameters": [1]}, "parameters is [1]"), ({"parameters": {"window": "32"}}, "window is '32'"),
-    ({"parameters": {"window": 512}}, "budget is 256; expected at least the window, which is 512"),
-    ({"parameters": {"sink_logits": 4}}, "a name of parameters is 'sink_logits'"), ({"figures": 7}, "figures is 7"),
-])
-def test_a_servers_wrong_setting_is_refused_in_a_sentence(given, said):
-    with pytest.raises(ValueError) as caught:
-        settings.of_server({"tessera": given})
-    assert said in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("given, said", [
-    (4, "is 4; expected a dict"), ("budget=4", "is 'budget=4'; expected JSON"), ('{"budget": 0}', "budget is 0"),
-    ({"method": "snapkv"}, "is 'method'; expected budget, chunk, mode"),
-    ({"budget": -4}, "budget is -4"), ({"mode": "compress"}, "mode is 'compress'"), ({"chunk": 1 << 40}, "chunk is"),
-])
-def test_a_requests_wrong_setting_is_refused_in_a_sentence(given, said):
-    with pytest.raises(ValueError) as caught:
-        settings.of_request({"tessera": given})
-    assert said in str(caught.value)
-
-
-def test_nothing_is_asked_of_a_server_without_settings():
-    assert settings.of_server({}) is None and settings.of_server(None) is None
-    assert settings.of_request({"tessera": '{"budget": 512}'}) == settings.of_request({"tessera": {"budget": 512}})
-    assert settings.of_request(None) == {} and settings.of_request({"other": 1}) == {}
+if __name__ == "__main__":
+    unittest.main()
