@@ -14,9 +14,7 @@ namespace {
 
 std::vector<index_t> whole_pages(index_t page, const std::vector<index_t>& tokens, const std::vector<index_t>& least,
                                  std::vector<index_t> counts) {
-  count_whole_pages(
-      index_t(counts.size()), page, [&](index_t h) { return tokens[std::size_t(h)]; },
-      [&](index_t h) { return least[std::size_t(h)]; }, counts.data());
+  count_whole_pages(index_t(counts.size()), page, {tokens.data(), 1, least.data(), 0}, counts.data());
   return counts;
 }
 

@@ -6,18 +6,30 @@
 
 TESSERA_NAMESPACE_BEGIN
 
+/// What the heads of a layer store, and what each must keep: the settled slots and the newest ones.
+struct stored_heads {
+  const index_t* tokens = nullptr;  ///< of head h at tokens[h * stride]
+  offset_t stride = 1;
+  const index_t* settled = nullptr;  ///< [heads]; null: none
+  index_t tail = 0;
+
+  TESSERA_HD index_t tokens_of(index_t h) const { return tokens[h * stride]; }
+  TESSERA_HD index_t least_of(index_t h) const {
+    const index_t least = (settled ? settled[h] : 0) + tail;
+    return least < tokens_of(h) ? least : tokens_of(h);
+  }
+};
+
 /// Turns what the heads of a layer keep into whole pages. Each head gets the full pages of its count, and at least
 /// those of what it must keep. The tokens that are left over are given out a page at a time, to the head whose
 /// remainder is largest; ties go to the lower head. A head that keeps everything keeps it. So the heads keep no more
 /// than before, but for pages that a head must have.
-/// Shapes   counts [heads], changed; tokens_of(head): what it stores; least_of(head): what it must keep.
+/// Shapes   counts [heads], changed.
 /// Cost     a look at every head for each page that is given out; fewer than `heads`, unless heads are full.
-template <class Tokens, class Least>
-TESSERA_HD void count_whole_pages(index_t heads, index_t page, const Tokens& tokens_of, const Least& least_of,
-                                  index_t* counts) {
+TESSERA_HD inline void count_whole_pages(index_t heads, index_t page, const stored_heads& stored, index_t* counts) {
   offset_t left = 0;
   for (index_t h = 0; h < heads; ++h) {
-    const index_t tokens = tokens_of(h), least = least_of(h);
+    const index_t tokens = stored.tokens_of(h), least = stored.least_of(h);
     if (counts[h] >= tokens) continue;
     const index_t needed = least / page + (least % page > 0);
     if (needed > counts[h] / page) {
@@ -31,15 +43,15 @@ TESSERA_HD void count_whole_pages(index_t heads, index_t page, const Tokens& tok
   for (; left >= page; left -= page) {
     index_t best = -1, most = -1;
     for (index_t h = 0; h < heads; ++h) {
-      const index_t remainder = counts[h] % page;
-      if (remainder > most && tokens_of(h) - (counts[h] - remainder) >= page && counts[h] < tokens_of(h))
+      const index_t remainder = counts[h] % page, tokens = stored.tokens_of(h);
+      if (remainder > most && tokens - (counts[h] - remainder) >= page && counts[h] < tokens)
         most = remainder, best = h;
     }
     if (best < 0) break;
     counts[best] += page - most;
   }
   for (index_t h = 0; h < heads; ++h) {
-    if (counts[h] < tokens_of(h)) counts[h] -= counts[h] % page;
+    if (counts[h] < stored.tokens_of(h)) counts[h] -= counts[h] % page;
   }
 }
 

@@ -148,9 +148,7 @@ TEST_CASE("counts in whole pages choose the best tokens of as many as pages hold
     beside.granularity = page;
     cpu::choose_kept(policy, raw.view(tail), kept, workspace, beside);
     auto counts = loose.counts;
-    const auto stored = [&](index_t h) { return raw.tokens[std::size_t(h)]; };
-    count_whole_pages(
-        index_t(counts.size()), page, stored, [&](index_t h) { return std::min(tail, stored(h)); }, counts.data());
+    count_whole_pages(index_t(counts.size()), page, {raw.tokens.data(), 1, nullptr, tail}, counts.data());
     CAPTURE(i, budget, tail, page);
     REQUIRE(kept.counts == counts);
     beside = {};

@@ -84,12 +84,8 @@ layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector, Scope>& 
       counts[std::size_t(h)] = std::clamp(
           counts[std::size_t(h)], (std::min)(raw.settled_of(h) + raw.protected_tail, raw.tokens[h]), raw.tokens[h]);
     }
-    if (beside.granularity > 1) {
-      const auto least_of = [&](index_t h) {
-        return (std::min)(raw.settled_of(h) + raw.protected_tail, raw.tokens[h]);
-      };
-      count_whole_pages(heads, beside.granularity, [&](index_t h) { return raw.tokens[h]; }, least_of, counts.data());
-    }
+    if (beside.granularity > 1)
+      count_whole_pages(heads, beside.granularity, {raw.tokens, 1, raw.settled, raw.protected_tail}, counts.data());
     if constexpr (weighted_scorer<Scorer>) {
       for (index_t h = 0; h < heads; ++h) {
         const index_t stay = (std::min)(raw.settled_of(h), raw.candidates(h));

@@ -192,10 +192,10 @@ __global__ void __launch_bounds__(Threads)
     count_pages_entry(const __grid_constant__ score_rows in, index_t page, index_t* counts) {
   const index_t sequence = index_t(blockIdx.x * Threads + threadIdx.x);
   if (sequence >= in.sequences) return;
-  const index_t row = sequence * in.kv_heads, tail = in.protected_tail(sequence);
-  const auto tokens_of = [&](index_t h) { return in.tokens(sequence, h); };
-  const auto least_of = [&](index_t h) { return (min)(in.settled_of(row + h) + tail, in.tokens(sequence, h)); };
-  count_whole_pages(in.kv_heads, page, tokens_of, least_of, counts + row);
+  const index_t row = sequence * in.kv_heads;
+  const stored_heads stored{in.lengths + sequence * in.length_strides.sequence, in.length_strides.head,
+                            in.settled ? in.settled + row : nullptr, in.protected_tail(sequence)};
+  count_whole_pages(in.kv_heads, page, stored, counts + row);
 }
 
 /// Turns chosen slots, which count from the first competing slot, into slots of the head. Writes the settled slots
