@@ -30,6 +30,22 @@ def test_what_is_held_while_decoding_is_what_was_kept(engine, prompts, mode):
             assert ours.most_held <= 4 * (256 // BLOCK + 1024 // BLOCK + 1)
 
 
+@pytest.mark.parametrize("method", ["h2o", "tova"])
+def test_methods_that_drop_in_steps_hold_no_more_however_long_an_answer_is(engine, prompts, method):
+    with engine({"method": method, "budget": 256}, dtype="float32") as ours:
+        for number, prompt in enumerate(prompts[:2]):
+            ours.add(str(number), prompt, 4 * BLOCK)
+        steps = 0
+        while ours.engine.has_unfinished_requests():
+            ours.step()
+            for name, request in ours.scheduler.requests.items():
+                if request.num_computed_tokens > request.num_prompt_tokens:
+                    held = sum(not block.is_null for block in ours.manager.req_to_blocks[name])
+                    assert held <= 256 // BLOCK + 2  # a block that fills, and the full one before it until the next step
+                    steps += 1
+        assert steps > 6 * BLOCK and ours.state().compactions >= 2 * (1 + 3) and ours.held() == 0
+
+
 @pytest.mark.parametrize("mode", ["compact", "chunked"])
 def test_freed_blocks_of_nan_change_nothing(engine, prompts, mode):
     with engine({"mode": mode, "budget": 256}) as ours:

@@ -11,6 +11,8 @@ ENGINES = [
     {"mode": "chunked", "method": "streaming_llm", "budget": 64, "chunk": 200},
     {"mode": "compact", "method": "chunkkv", "budget": 100, "parameters": {"window": 60}},
     {"mode": "chunked", "method": "lagkv", "budget": 128, "chunk": 130, "parameters": {"lag": 16}},
+    {"mode": "chunked", "method": "expected_attention", "budget": 96, "chunk": 150},
+    {"mode": "compact", "method": "h2o", "budget": 64},
 ]
 REQUESTS = 1000
 
