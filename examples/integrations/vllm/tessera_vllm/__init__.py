@@ -10,8 +10,8 @@ def register():
     names.check()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from . import blocks
+    from . import blocks, refusals
 
     # vLLM's CPU platform knows no other backend than CPU_ATTN, so ours goes by that name.
-    register_backend(AttentionBackendEnum.CPU_ATTN, "tessera_vllm.cpu_backend.Backend")
+    register_backend(AttentionBackendEnum.CPU_ATTN, refusals.BACKEND)
     blocks.register()

@@ -3,11 +3,20 @@ from .operators import Model, Operators
 from .settings import refused
 
 WORKER, SCHEDULER = "tessera_vllm.worker.Worker", "tessera_vllm.scheduler.Scheduler"
+BACKEND = "tessera_vllm.cpu_backend.Backend"
 
 
 def _class_of(option):
     from vllm.utils.import_utils import resolve_obj_by_qualname
     return resolve_obj_by_qualname(option) if isinstance(option, str) else option
+
+
+def check_plugin():
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    backend = AttentionBackendEnum.CPU_ATTN.get_path()
+    if backend != BACKEND:
+        raise refused("the CPU's attention backend", backend, BACKEND,
+                      "let vLLM load this package: install it, and name tessera in VLLM_PLUGINS if that is set")
 
 
 def check_scheduler(vllm_config):
@@ -73,6 +82,7 @@ def check_pages(vllm_config, model):
 def check(vllm_config, asked):
     """Errors: ValueError of one sentence. Returns what the operators must know of the model."""
     check_engine(vllm_config)
+    check_plugin()
     check_model(vllm_config.model_config)
     model = Model(vllm_config)
     check_pages(vllm_config, model)

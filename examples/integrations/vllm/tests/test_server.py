@@ -150,6 +150,17 @@ def test_another_vllm_is_refused(monkeypatch):
         names.check()
 
 
+def test_a_server_that_does_not_load_the_plug_in_is_refused():
+    import tessera_vllm
+    from tessera_vllm import refusals
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    with pytest.raises(ValueError, match="name tessera in VLLM_PLUGINS"):
+        refusals.check_plugin()
+    tessera_vllm.register()
+    refusals.check_plugin()
+
+
 def test_pages_that_no_stride_describes_are_refused(monkeypatch):
     from types import SimpleNamespace as Names
 
