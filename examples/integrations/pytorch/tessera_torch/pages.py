@@ -117,6 +117,7 @@ class PageOperations:
 
         q: the newest queries of each sequence, [sequences, tokens, q_heads, dim]; first_position: of the first of them;
         valid [sequences]: how many of them count, the first ones (None: all). Of each row of slots the first counts do.
+        All queries that count choose, and the tokens that they are of stay: pass as many as the method's window.
         Queries may be newer than all that is stored: the tail of a prompt that is no candidate.
         indptr [sequences + 1]: then q is [rows, q_heads, dim], sequence i has the rows from indptr[i] to indptr[i + 1], at least
         one, first_position is of the first of them, and the newest `tokens` of each count.

@@ -146,3 +146,5 @@ def test_what_requests_get_wrong_is_said():
             slots, counts, engine.numbers([90, 50, 40]))
     refused("^tokens of sequence 1, kv_head 0 is 400; expected at most 320", pages.pack, layer, slots, counts,
             engine.numbers([100, 400, 40]))
+    with pytest.raises(ValueError, match="^dense_layers is 1; expected 0; "):
+        operations("cpu", torch.float32, dense_layers=1)

@@ -57,7 +57,7 @@ class method_pages : public any_pages {
       : table_(request.table),
         shape_(request.shape),
         rule_(request.rule),
-        first_(tessera::planned<Recipe>(requested<Recipe>(request), request.tokens).first) {
+        first_(tessera::planned<Recipe>(recipe_of(request), request.tokens).first) {
     shape_.check();
     if constexpr (by_statistics) shape_.check_rope(layout::k_dim);
     first_.check_model(shape_.layers, shape_.kv_heads);
@@ -133,6 +133,13 @@ class method_pages : public any_pages {
   }
 
  private:
+  static Recipe recipe_of(const cache_request& request) {
+    const Recipe recipe = requested<Recipe>(request);
+    tessera::require(recipe.dense_layers == 0, "dense_layers", recipe.dense_layers, "0",
+                     "leave it out: the engine chooses in the layers that it likes, and leaves others whole");
+    return recipe;
+  }
+
   std::shared_ptr<const std::vector<double>> table_;  // what the first stage's budget may read
   tessera::model_shape shape_;
   tessera::logit_rule rule_;
