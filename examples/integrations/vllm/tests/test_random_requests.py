@@ -15,6 +15,7 @@ ENGINES = [
     {"mode": "compact", "method": "h2o", "budget": 64},
 ]
 REQUESTS = 1000
+EACH = -(-REQUESTS // len(ENGINES))  # of one engine
 
 
 def random_request(draw, prompts):
@@ -56,8 +57,8 @@ def test_random_requests_lose_no_block(engine, tokenizer, number):
         ours.runner.model.compute_logits = checked
         wanted = ours.tokens(prompts[:1], 8)
         come, aborted, living = 0, 0, []
-        while come < REQUESTS // len(ENGINES) or ours.engine.has_unfinished_requests():
-            while come < REQUESTS // len(ENGINES) and len(living) < 12 and draw.random() < 0.6:
+        while come < EACH or ours.engine.has_unfinished_requests():
+            while come < EACH and len(living) < 12 and draw.random() < 0.6:
                 prompt, new, extra = random_request(draw, prompts)
                 ours.add(f"r{come}", prompt, new, extra)
                 living.append(f"r{come}")
