@@ -86,11 +86,15 @@ class PageOperations:
     def observe(self, index, layer, q, first_position, valid=None, statistics=None):
         """What the method sees of queries, once their keys are stored: it adds to layer.scores, or to `statistics`, in place.
 
-        q, first_position, valid: as in `choose`, but all new queries. Each query is observed once, in order; nothing is done for a method
+        q, first_position, valid: as in `choose`, but all new queries, at least one of each sequence where the newest counts (a GPU's
+        numbers are not looked at). Each query is observed once, in order; nothing is done for a method
         that observes nothing, a window, or scores of the engine's own.
         """
         kind = self.observes
         if kind == "newest_query":
+            if valid is not None and not valid.is_cuda and int(valid.min()) < 1:
+                raise ValueError(f"valid is {valid.tolist()}; expected at least 1 query of each sequence; leave sequences without new "
+                                 "queries out of the batch: this method's scores are those of the newest query")
             row = (torch.full_like(first_position, q.shape[1]) if valid is None else valid).clamp(min=1) - 1
             newest = q[torch.arange(q.shape[0], device=q.device), row.long()][:, None].contiguous()
             self._operators.pages_observe(self._handle, index, *layer, newest, first_position + row)

@@ -159,6 +159,9 @@ def test_what_is_observed_wrongly_is_said():
         h2o.observe(0, layer, q, first)
     with pytest.raises(ValueError, match="^scores is Double .*; expected Float "):
         h2o.observe(0, layer._replace(scores=torch.zeros(3, KV_HEADS, LONGEST, dtype=torch.double)), q, first)
+    tova = operations("cpu", torch.float32, "tova")
+    with pytest.raises(ValueError, match=r"^valid is \[8, 0, 8\]; expected at least 1 query of each sequence; "):
+        tova.observe(0, layer._replace(scores=torch.zeros(3, KV_HEADS, LONGEST)), q, first, engine.numbers([8, 0, 8]))
     with pytest.raises(ValueError, match="^statistics is None; expected what PageOperations.statistics makes; "):
         expected.observe(0, layer, q, first)
     with pytest.raises(ValueError, match="^tensors of the statistics is 2; expected 3: "):

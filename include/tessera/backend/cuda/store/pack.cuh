@@ -175,8 +175,8 @@ struct pack_kernel {
       const index_t* slots = p.chosen.row(row);
       const index_t count = p.chosen.count(row), used = (min)(index_t(tile), count - first);
       const bool backwards = p.ends != nullptr;
-      // The slot of the i-th row, and of the i-th target, counted from where rows begin or end.
-      const auto counted = [&](index_t slot) { return backwards ? p.ends[b] - 1 - slot : slot; };
+      const index_t last_slot = backwards ? p.ends[b] - 1 : 0;
+      const auto counted = [&](index_t slot) { return backwards ? last_slot - slot : slot; };
       const auto source_of = [&](index_t i) { return counted(__ldg(slots + (backwards ? count - 1 - i : i))); };
       const index_t to = counted(first + thread);
 
