@@ -81,7 +81,8 @@ class tiny_model {
       give(prefix + "k_base", {2, 1, 16, 16}, 0);
       give(prefix + "b", {2, 2}, 2);
     }
-    gate.write(folder_ / "gate.safetensors");
+    std::filesystem::create_directory(folder_ / "gate");
+    gate.write(folder_ / "gate/gate.safetensors");
   }
 
   const std::string large_;

@@ -33,7 +33,7 @@ float product(const float* a, const float* b) {
 }  // namespace
 
 std::optional<std::vector<gate_layer>> load_gate(const std::filesystem::path& model, const llama_config& config) {
-  const std::filesystem::path path = model / "gate.safetensors";
+  const std::filesystem::path path = model / "gate" / "gate.safetensors";
   if (is_gguf(model) || !there(path)) return std::nullopt;
   const safetensors_file file = safetensors_file::open(path);
   const std::int64_t hidden = config.hidden_size, heads = config.num_attention_heads,
@@ -93,7 +93,7 @@ void gate_scores(tessera::cpu::executor& executor, const llama_config& config, c
 
 void require_gate(bool takes_scores, bool has_gate) {
   tessera::require(!takes_scores || has_gate, "the model", "without a gate",
-                   "a folder of safetensors with gate.safetensors in it, as the method takes its scores from a gate",
+                   "a folder of safetensors with gate/gate.safetensors, as the method takes its scores from a gate",
                    "train one (examples/model/training/train_gate.py), or choose another method");
 }
 

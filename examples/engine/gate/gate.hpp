@@ -1,5 +1,5 @@
-// FastKVzip's gate: scores of tokens for methods that take them from the engine, from gate.safetensors beside a model's
-// weights. examples/model/training/train_gate.py makes that file.
+// FastKVzip's gate: scores of tokens for methods that take them from the engine. It lies in gate/gate.safetensors, in
+// the folder of a model's weights. examples/model/training/train_gate.py makes that file.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct gate_layer {
 };
 
 /// The gates of a model's layers.
-/// Returns  nothing where the model's folder has no gate.safetensors, or where the model is a GGUF file.
+/// Returns  nothing where the model's folder has no gate/gate.safetensors, or where the model is a GGUF file.
 /// Errors   a file that is none, or tensors of another model: tessera::error.
 std::optional<std::vector<gate_layer>> load_gate(const std::filesystem::path& model, const llama_config& config);
 

@@ -16,12 +16,7 @@ work=$(mktemp -d)
 server=
 trap '[ -z "$server" ] || kill "$server" 2>/dev/null || true; wait 2>/dev/null || true; rm -rf "$work"' EXIT
 
-model=${MODEL:-$work/model}
-if [ -z "${MODEL:-}" ]; then
-  # vLLM reads every file of weights in a folder; the gate that lies beside the shipped model is none of its own.
-  mkdir "$model"
-  find "$root/examples/model" -maxdepth 1 -type f ! -name gate.safetensors -exec ln -s {} "$model" \;
-fi
+model=${MODEL:-$root/examples/model}
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive} VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
 export HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-ERROR}
 

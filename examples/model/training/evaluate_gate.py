@@ -85,7 +85,7 @@ def mean(numbers):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path(__file__).resolve().parents[1])
-    parser.add_argument("--gate", type=Path, help="default: gate.safetensors in the model's folder")
+    parser.add_argument("--gate", type=Path, help="default: gate/gate.safetensors in the model's folder")
     parser.add_argument("--text", type=Path, default=evaluate.DEFAULT_TEXT)
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--families", nargs="+", default=["single", "multi_key", "variable_tracking"])
@@ -103,7 +103,7 @@ def main():
     renderer = evaluate.load_text(args.model, args.text)
     reader = Reader(args.model, renderer.processor, args.device)
     gate = Gate(reader.layers, reader.hidden_size, reader.kv_heads, reader.heads).to(args.device)
-    gate.restore(args.gate or args.model / "gate.safetensors")
+    gate.restore(args.gate or args.model / "gate" / "gate.safetensors")
     agreements, answers, begun = [], {}, time.time()
     for family in args.families:
         rng = random.Random(f"{family} {args.context} {args.seed}")

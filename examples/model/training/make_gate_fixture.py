@@ -32,7 +32,7 @@ def main():
     renderer = evaluate.load_text(args.model, args.text)
     reader = Reader(args.model, renderer.processor)
     gate = Gate(reader.layers, reader.hidden_size, reader.kv_heads, reader.heads)
-    gate.restore(args.model / "gate.safetensors").double()
+    gate.restore(args.model / "gate" / "gate.safetensors").double()
     rng = random.Random(7)
     tensors = {}
     for index, length in enumerate(LENGTHS):

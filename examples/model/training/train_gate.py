@@ -144,7 +144,7 @@ def main():
     parser.add_argument("--tokens", type=Path, required=True, help="tokens.npz of prepare_data.py")
     parser.add_argument("--data", type=Path, required=True, help="folder for what was read; reading resumes there")
     parser.add_argument("--model", type=Path, default=Path(__file__).resolve().parents[1])
-    parser.add_argument("--out", type=Path, help="file to write (default: gate.safetensors in the model's folder)")
+    parser.add_argument("--out", type=Path, help="file to write (default: gate/gate.safetensors in the model's folder)")
     parser.add_argument("--documents", type=int, default=240)
     parser.add_argument("--numbers", type=float, default=0.2, help="share of documents whose needles hold numbers")
     parser.add_argument("--power", type=float, default=0.5,
@@ -172,7 +172,8 @@ def main():
     learn, others = (load_documents(part, args) for part in (files[:-VALIDATION], files[-VALIDATION:]))
     print(f"{learn[0].shape[1]} tokens to learn from, {others[0].shape[1]} to validate", flush=True)
     gate = train(args, learn, others)
-    out = args.out or args.model / "gate.safetensors"
+    out = args.out or args.model / "gate" / "gate.safetensors"
+    out.parent.mkdir(parents=True, exist_ok=True)
     gate.save(out)
     print(f"{out}: {sum(weight.numel() for weight in gate.parameters())} numbers, "
           f"validation {validate(gate.restore(out), *others):.5f} in bf16")

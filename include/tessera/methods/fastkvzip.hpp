@@ -16,7 +16,7 @@ TESSERA_NAMESPACE_BEGIN
 /// Keeps the newest `recent` (32) tokens, the first `sinks` (4), and those that a gate scores highest, with TANGRAM's
 /// budgets: a prompt is compressed chunk by chunk, and each head keeps its calibrated share.
 /// Needs    the engine to compute the gate, from the hidden states that enter a layer's attention, and to hand its
-///          scores over: `cache::set_scores`. For the example model it is `gate.safetensors` (examples/model).
+///          scores over: `cache::set_scores`. For the example model it is `gate/gate.safetensors` in examples/model.
 /// Paper    Kim, Han, Yun, Fast KVzip: Efficient and Accurate LLM Inference with Gated KV Eviction, arXiv:2601.17668;
 ///          TANGRAM, arXiv:2606.06302, for budgets and pages.
 /// Differs  the authors keep one threshold over all layers' heads, and the newest 4,096 tokens or 2 % of a shorter

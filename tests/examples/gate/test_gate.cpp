@@ -149,7 +149,7 @@ TEST_CASE("a model without a gate refuses a cache that takes scores, before anyt
   with.prefill(tokens, scored);
   CHECK(scored.scores[1][1].size() == 4);
 
-  std::filesystem::remove(folder.path() / "gate.safetensors");
+  std::filesystem::remove(folder.path() / "gate/gate.safetensors");
   auto without = engine::llama::load(folder.path(), workers);
   scored_cache cache(without.config());
   CHECK_THROWS_WITH(without.prefill(tokens, cache),
@@ -165,10 +165,10 @@ TEST_CASE("a model without a gate refuses a cache that takes scores, before anyt
 TEST_CASE("a gate of another model is refused") {
   const tool_tests::tiny_model folder;
   tessera::cpu::executor workers(1);
-  const auto path = folder.path() / "gate.safetensors";
+  const auto path = folder.path() / "gate/gate.safetensors";
   const auto rewritten = [&](const std::string& changed, std::vector<std::int64_t> shape, float value) {
     const tool_tests::tiny_model other;
-    const auto file = engine::safetensors_file::open(other.path() / "gate.safetensors");
+    const auto file = engine::safetensors_file::open(other.path() / "gate/gate.safetensors");
     engine::safetensors_writer gate;
     for (const auto& [name, tensor] : file.tensors()) {
       std::vector<float> values = file.to_fp32(name, tensor.shape);
