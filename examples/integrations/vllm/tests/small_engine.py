@@ -27,7 +27,7 @@ class Request:
     answered: int = 0
     computed: int = 0       # tokens that are stored or were dropped
     blocks: list = dataclasses.field(default_factory=list)  # by position; those that were given up are -1
-    kept: dict = dataclasses.field(default_factory=dict)    # by layer: slots that the last choice kept
+    chosen: dict = dataclasses.field(default_factory=dict)  # by layer and end: positions that stayed
 
     def tokens(self):
         return self.prompt + self.answered
@@ -55,7 +55,7 @@ class SmallEngine:
         self.waiting, self.running = collections.deque(), []
         self.operations = PageOperations(method, layers=LAYERS, q_heads=Q_HEADS, kv_heads=KV_HEADS, dim=DIM, dtype=dtype,
                                          device=device, budget=4 * BLOCK, **({"window": WINDOW} if method == "snapkv" else {}))
-        self.preempted = self.compacted = self.steps = 0
+        self.preempted = self.compacted = 0
         # What a recorded step reads and writes.
         numbers = lambda *shape: torch.zeros(*shape, dtype=torch.int32, device=device)
         self.tables, self.lengths = numbers(batch, self.columns), numbers(LAYERS, batch, KV_HEADS)
@@ -108,35 +108,36 @@ class SmallEngine:
         self.first[:used] = torch.tensor([request.computed for request in requests], dtype=torch.int32).to(self.device)
         by_block = self.positions[:, self.tables[:used].long()]  # [layers, used, columns, heads, block]
         self.column[:, :used] = by_block.transpose(2, 3).flatten(3)
+        at = torch.tensor([(request.seed + request.computed) % ROWS for request in requests]).to(self.device)
         for bank, rows in ((self.bank_q, self.q), (self.bank_k, self.k), (self.bank_v, self.v)):
-            rows[:, :used] = torch.stack([self._rows(bank, request, request.computed, 1) for request in requests], 1)
+            rows[:, :used, 0] = bank[:, at]
         if self.graph is not None:
             self.graph.replay()
         else:
             self.recorded = self._step()
+        self._note([request.blocks[request.computed // BLOCK] for request in requests],
+                   [request.computed for request in requests])
         for request in requests:
-            self._note(request, request.computed, 1)
             request.computed += 1
-        self.steps += 1
         return self.recorded
 
-    def _note(self, request, first, count):
+    def _note(self, blocks, positions):
         """Positions of new tokens, by block."""
-        slot = torch.arange(first, first + count)
-        block = torch.tensor(request.blocks)[slot // BLOCK].to(self.device)
-        self.positions[:, block, :, (slot % BLOCK).to(self.device)] = slot.to(self.device, torch.int32)[:, None, None]
+        block, position = torch.tensor([blocks, positions]).to(self.device)
+        self.positions[:, block, :, position % BLOCK] = position.to(torch.int32)[:, None, None]
 
     # Prompts.
 
     def write(self, request, count):
-        """A chunk of a prompt is written into its slots, as an engine writes it; where its schedule says so, what is stored is compacted."""
+        """A chunk of a prompt is written into its slots, as an engine writes it. Where its schedule says so, what is
+        stored is compacted."""
         first = request.computed
         slot = torch.arange(first, first + count, device=self.device)
         block = torch.tensor(request.blocks, device=self.device)[slot // BLOCK]
         for i, (k, v) in enumerate(self.pools):
             k[block, slot % BLOCK] = self._rows(self.bank_k, request, first, count)[i]
             v[block, slot % BLOCK] = self._rows(self.bank_v, request, first, count)[i]
-        self._note(request, first, count)
+        self._note([request.blocks[one // BLOCK] for one in range(first, first + count)], range(first, first + count))
         before = request.dropped()
         request.computed += count
         if request.schedule.compacts(request.computed):
@@ -160,8 +161,7 @@ class SmallEngine:
             kept = request.schedule.kept_blocks * BLOCK
             slots, counts = self.operations.choose(i, candidates, q, number(begin), budgets=number(kept))
             assert counts.tolist() == [[kept] * KV_HEADS]
-            request.kept[i] = candidates, slots[:, :, :kept].clone(), q, begin
-            self.check_choice(i, request)
+            self.check_choice(i, request, candidates, q, slots[:, :, :kept])
             self.operations.pack(candidates, slots, counts, number(full))
             blocks = layer.tables[0].long()
             self.positions[i, blocks] = layer.positions[0].unflatten(1, (-1, BLOCK)).transpose(0, 1)
@@ -171,7 +171,7 @@ class SmallEngine:
                 self._release([request.blocks[column]])
                 request.blocks[column] = -1
 
-    def check_choice(self, index, request):
+    def check_choice(self, index, request, candidates, q, slots):
         """A test may look at what has been chosen before rows move."""
 
     # Blocks.
@@ -205,9 +205,11 @@ class SmallEngine:
         self.preempted += 1
 
     def schedule(self, chunk=128):
-        """One turn of the engine: a chunk of every prompt that is not stored yet, then a step of all others. Returns what
-        the step's requests are and what it made, or None where no request could take a step."""
-        while self.waiting and len(self.running) < self.batch and len(self.free) > plan.blocks_for(min(chunk, self.waiting[0].prompt), BLOCK):
+        """One turn of the engine: a chunk of every prompt that is not stored yet, then a step of all others.
+        Returns  the step's requests and what it made; None where no request could take a step."""
+        while self.waiting and len(self.running) < self.batch:
+            if len(self.free) <= plan.blocks_for(min(chunk, self.waiting[0].prompt), BLOCK):
+                break
             self.running.append(self.waiting.popleft())
         ready = []
         for request in list(self.running):
@@ -241,11 +243,10 @@ class SmallEngine:
                 self._end(request)
                 self.running.remove(request)
 
-    def attention(self, request, layer, head, positions):
-        """By definition, in double: out and log-sum-exp of the newest query over the bank's rows at `positions`."""
-        at = (request.seed + positions.long()) % ROWS
-        kv = head // (Q_HEADS // KV_HEADS)
-        k, v = self.bank_k[layer, at, kv].double(), self.bank_v[layer, at, kv].double()
-        query = self.bank_q[layer, (request.seed + request.computed - 1) % ROWS, head].double()
-        logits = k @ query / DIM**0.5
-        return logits.softmax(-1) @ v, logits.logsumexp(-1)
+    def attention(self, request, layer, positions):
+        """By definition, in double: out and log-sum-exp of the newest query over the bank's rows at `positions` [kv_heads, tokens]."""
+        at, heads = (request.seed + positions.long()) % ROWS, torch.arange(KV_HEADS, device=self.device)[:, None]
+        k, v = self.bank_k[layer][at, heads].double(), self.bank_v[layer][at, heads].double()
+        query = self.bank_q[layer, (request.seed + request.computed - 1) % ROWS].double().view(KV_HEADS, -1, DIM)
+        logits = query @ k.transpose(1, 2) / DIM**0.5
+        return (logits.softmax(-1) @ v).view(Q_HEADS, DIM), logits.logsumexp(-1).view(Q_HEADS)
