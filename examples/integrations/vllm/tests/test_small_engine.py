@@ -7,9 +7,9 @@ import torch
 from small_engine import BLOCK, LAYERS, WINDOW, PagedLayer, Request, SmallEngine
 from tessera_vllm import plan
 
-PLACES = [("cpu", torch.float32, 300)]
+PLACES = [("cpu", torch.float32)]
 if torch.cuda.is_available():
-    PLACES = [("cuda", torch.bfloat16, 1000), ("cuda", torch.float16, 100)]
+    PLACES = [("cuda", torch.bfloat16)]
 
 
 class CheckedEngine(SmallEngine):
@@ -44,9 +44,10 @@ def draw_requests(count, mode, draw):
 
 
 @pytest.mark.parametrize("order", ["nhd", "hnd"])
-@pytest.mark.parametrize("method, mode", [("snapkv", "compact"), ("keydiff", "compact"), ("snapkv", "chunked")])
-@pytest.mark.parametrize("device, dtype, count", PLACES, ids=str)
-def test_requests_come_go_and_are_preempted(device, dtype, count, method, mode, order):
+@pytest.mark.parametrize("method, mode, count", [("snapkv", "compact", 1000), ("keydiff", "compact", 200),
+                                                 ("snapkv", "chunked", 200)])
+@pytest.mark.parametrize("device, dtype", PLACES, ids=str)
+def test_requests_come_go_and_are_preempted(device, dtype, method, mode, count, order):
     """A request's step equals attention by definition over what is left of it, and has the bits of the same operators over
     pages of their own; no block is lost."""
     draw = random.Random(f"{method} {mode} {order}")
