@@ -81,8 +81,9 @@ struct selector_parameters : better_of_pairs {
 };
 
 template <class Where>
-using own = recipe<retain<squared_attention, rising, selector_parameters>, stored<support::int8_rows<fp32, dim>, Where>,
-                   retrieve_all, dense_decode, support::every_few_steps>;
+using own =
+    recipe<retain<squared_attention, rising, selector_parameters>, stored<support::integer_rows<fp32, dim>, Where>,
+           retrieve_all, dense_decode, support::every_few_steps>;
 
 /// The same by its definitions, in double over token lists.
 struct simulation {

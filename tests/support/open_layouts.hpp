@@ -9,7 +9,7 @@ namespace support {
 
 /// 8-bit integers with a scale. What is not a number becomes 0.
 template <tessera::element T>
-struct int8_elements {
+struct integer_elements {
   struct stored_type {
     std::int8_t value;
     stored_type() = default;
@@ -41,9 +41,9 @@ struct plain_fp8_elements {
 };
 
 template <tessera::element T, int D, int Dv = D>
-struct int8_rows {
-  static constexpr const char* name = "int8_rows";
-  using encoding_type = int8_elements<T>;
+struct integer_rows {
+  static constexpr const char* name = "integer_rows";
+  using encoding_type = integer_elements<T>;
   static constexpr int k_dim = D, v_dim = Dv;
 };
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "random.hpp"
-#include "tessera/layout/searched_strategy.hpp"
+#include "tessera/layout/packed/searched_strategy.hpp"
 #include "tessera/runtime/background.hpp"
 
 namespace support::searched {

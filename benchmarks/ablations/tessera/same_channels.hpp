@@ -3,9 +3,9 @@
 
 #include <tessera/channels/head_channels.hpp>
 #include <tessera/channels/top_groups.hpp>
-#include <tessera/layout/as_given.hpp>
-#include <tessera/layout/full_tails.hpp>
-#include <tessera/layout/rotated.hpp>
+#include <tessera/layout/packed/as_given.hpp>
+#include <tessera/layout/packed/full_tails.hpp>
+#include <tessera/layout/packed/rotated.hpp>
 #include <tessera/methods/mosaickv.hpp>
 
 TESSERA_NAMESPACE_BEGIN

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <tessera/channels/top_groups.hpp>
-#include <tessera/layout/rotated.hpp>
+#include <tessera/layout/packed/rotated.hpp>
 #include <tessera/runtime/eigen.hpp>
 
 #include "strategy_limits.hpp"

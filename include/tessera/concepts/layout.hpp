@@ -50,6 +50,9 @@ constexpr bool check_row_format() {
   static_assert(encoding_by_element<typename R::encoding_type>,
                 "tessera: an encoding needs element_type (fp32, fp16, bf16), a stored_type that is made from a float "
                 "and converts to one, scaled, and, where rows are scaled, static float scale_of(float largest)");
+  static_assert(
+      !static_scales<typename R::encoding_type>,
+      "tessera: a cache gives each row a scale of its own; static scales are for views of an engine's memory");
   static_assert(supported_head_dim<R::k_dim> && supported_head_dim<R::v_dim>,
                 "tessera: a row format takes head dims 64, 80, 96, 128, 192 and 256");
   static_assert(row_format<R>, "tessera: a row format's name, k_dim and v_dim must be static constants");

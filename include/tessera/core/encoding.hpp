@@ -14,6 +14,11 @@ TESSERA_SHARED_NAMESPACE_BEGIN
 ///   stored_type             what lies in memory; made from a float, and converts to one
 ///   scaled                  whether a row has a scale of its own: an element is float(stored) * scale
 ///   scale_of(largest)       where scaled: the scale of a row whose largest finite magnitude this is; never 0
+///   finite_only             where it is there and true: stored elements have no NaN. A row with an element that is not
+///                           finite gets the scale NaN, so that all of it reads as NaN
+///   static_scales           where it is there and true: scales are an engine's constants, of a tensor, of heads or of
+///                           rows (strides may be 0). They are read and never written; `largest` is the largest stored
+///                           magnitude, to which what is larger saturates
 template <class E>
 concept encoding_by_element =
     element<typename E::element_type> && std::is_trivially_copyable_v<typename E::stored_type> &&
@@ -21,7 +26,7 @@ concept encoding_by_element =
       static_cast<float>(stored);
       static_cast<typename E::stored_type>(x);
       { E::scaled } -> std::convertible_to<bool>;
-    } && (!E::scaled || requires(float x) {
+    } && (!E::scaled || requires { requires E::static_scales; } || requires(float x) {
       { E::scale_of(x) } -> std::same_as<float>;
     });
 
@@ -51,6 +56,29 @@ struct fp8_elements {
   TESSERA_HD TESSERA_INLINE static float scale_of(float largest) {
     const float scale = largest / 448.0f;
     return scale > 1e-30f ? scale : 1.0f;  // a row of zeros; smaller than any element that matters
+  }
+};
+
+/// e4m3 with scales that an engine has fixed beforehand, as one for a tensor or for each head: vLLM's fp8 caches, or
+/// TensorRT-LLM's. What is larger than 448 scales, an infinity too, becomes 448 of them.
+template <element T>
+struct static_fp8_elements {
+  using element_type = T;
+  using stored_type = fp8;
+  static constexpr bool scaled = true, static_scales = true;
+  static constexpr float largest = 448;
+};
+
+/// Whole numbers of 8 bits with one scale for each row: the largest element becomes 127. `T` is what is handed over and
+/// computed with.
+template <element T>
+struct int8_elements {
+  using element_type = T;
+  using stored_type = int8;
+  static constexpr bool scaled = true, finite_only = true;
+  TESSERA_HD TESSERA_INLINE static float scale_of(float largest) {
+    const float scale = largest / 127.0f;
+    return scale > 1e-30f ? scale : 1.0f;  // as of fp8
   }
 };
 
@@ -93,6 +121,10 @@ using view_element =
 template <class E>
 concept raw_encoding = encoding<E> && std::same_as<typename E::element_type, typename E::stored_type>;
 
+/// Whether a row with an element that is not finite reads as NaN altogether.
+template <class E>
+inline constexpr bool finite_only = requires { requires E::finite_only; };
+
 static_assert(encoding_by_element<raw_elements<fp32>> && encoding_by_element<fp8_elements<bf16>>);
 static_assert(encoding_by_block<block_int8_elements<fp16>> && !encoding_by_element<block_int4_elements<fp16>>);
 
@@ -106,26 +138,47 @@ constexpr bool check_device_rows() {
   return true;
 }
 
+/// Whether scales are an engine's constants, which rows are stored by.
+template <class E>
+inline constexpr bool static_scales = requires { requires E::static_scales; };
+
+/// The scale of a row that is encoded by its own. `largest` is its largest finite magnitude; of a `finite_only` encoding
+/// infinity, where an element is not finite.
+template <class E>
+TESSERA_HD TESSERA_INLINE float row_scale(float largest) {
+  if constexpr (finite_only<E>) {
+    if (largest == infinity) return bits_as<float>(0x7fc00000u);
+  }
+  return E::scale_of(largest);
+}
+
 TESSERA_SHARED_NAMESPACE_END
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Encodes one row: writes source[d] to target[d * stride]. Returns the row's scale, 1 where rows have none.
+/// One element of a row with this scale. NaN stays NaN where stored elements have it.
+template <encoding_by_element E>
+TESSERA_HD TESSERA_INLINE typename E::stored_type encode_element(float x, float scale) {
+  float held = E::scaled && x == x ? x / scale : x;  // on a device, division would lose a NaN's sign
+  if constexpr (static_scales<E>) held = held > E::largest ? E::largest : held < -E::largest ? -E::largest : held;
+  return static_cast<typename E::stored_type>(held);
+}
+
+/// Encodes one row: writes source[d] to target[d * stride]. Returns the row's scale: where scales are static the given
+/// one, 1 where rows have none.
 template <encoding_by_element E, row_element Source>
-TESSERA_HD float encode_row(const Source* source, int dim, typename E::stored_type* target, offset_t stride) {
-  float scale = 1;
-  if constexpr (E::scaled) {
+TESSERA_HD float encode_row(const Source* source, int dim, typename E::stored_type* target, offset_t stride,
+                            float given = 1) {
+  float scale = given;
+  if constexpr (E::scaled && !static_scales<E>) {
     float largest = 0;
     for (int d = 0; d < dim; ++d) {
       const float x = float(source[d]), size = x < 0 ? -x : x;
-      if (size < infinity && size > largest) largest = size;
+      if (size < infinity ? size > largest : finite_only<E>) largest = size < infinity ? size : infinity;
     }
-    scale = E::scale_of(largest);
+    scale = row_scale<E>(largest);
   }
-  using stored = typename E::stored_type;
-  for (int d = 0; d < dim; ++d) {
-    target[d * stride] = static_cast<stored>(E::scaled ? float(source[d]) / scale : float(source[d]));
-  }
+  for (int d = 0; d < dim; ++d) target[d * stride] = encode_element<E>(float(source[d]), scale);
   return scale;
 }
 

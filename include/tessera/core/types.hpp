@@ -93,6 +93,19 @@ struct fp8 {
   }
 };
 
+/// A whole number from -127 to 127 in storage. Rounds to nearest even; what is larger becomes 127. It has no NaN: that
+/// becomes 0.
+struct int8 {
+  std::int8_t bits;
+  int8() = default;
+  TESSERA_HD TESSERA_INLINE explicit int8(float value) {
+    const float held = value > -127 ? (value < 127 ? value : 127.0f) : (value <= -127 ? -127.0f : 0.0f);
+    // Adding 1.5 * 2^23 puts the rounded number into the low bits of the sum.
+    bits = std::int8_t(bits_as<std::uint32_t>(held + 12582912.0f) & 0xffu);
+  }
+  TESSERA_HD TESSERA_INLINE operator float() const { return float(bits); }
+};
+
 using fp32 = float;  ///< so that it has a name beside fp16 and bf16
 
 /// What engines hand over, and what K and V may be stored as without an encoding (core/encoding.hpp).

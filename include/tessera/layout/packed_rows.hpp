@@ -12,7 +12,7 @@
 #include "../core/plan/layer_peak.hpp"
 #include "../core/stored/packing_moment.hpp"
 #include "../core/stored/segment_strategy.hpp"
-#include "one_strategy.hpp"
+#include "packed/one_strategy.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

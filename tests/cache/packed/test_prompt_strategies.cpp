@@ -5,7 +5,7 @@
 #include <tuple>
 
 #include <tessera/cache.hpp>
-#include <tessera/layout/as_given.hpp>
+#include <tessera/layout/packed/as_given.hpp>
 #include <tessera/methods/mosaickv.hpp>
 
 #include "support/searched_rows.hpp"

@@ -1,8 +1,8 @@
 // The channel selector of docs/how_to/add_a_channel_selector.md.
 #include <tessera/layout/dense.hpp>
-#include <tessera/layout/full_tails.hpp>
+#include <tessera/layout/packed/full_tails.hpp>
+#include <tessera/layout/packed/rotated.hpp>
 #include <tessera/layout/packed_rows.hpp>
-#include <tessera/layout/rotated.hpp>
 #include <tessera/methods/snapkv.hpp>
 
 TESSERA_NAMESPACE_BEGIN

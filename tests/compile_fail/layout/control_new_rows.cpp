@@ -12,7 +12,7 @@ using namespace tessera;
 // [rows]
 /// 8-bit integers: an element is the integer times the row's scale. NaN becomes 0, an infinity the largest integer.
 template <element T>
-struct int8_elements {
+struct byte_elements {
   struct stored_type {
     std::int8_t value;
     stored_type() = default;
@@ -31,20 +31,20 @@ struct int8_elements {
 /// K and V as 8-bit integers, each row with one fp32 scale.
 /// Bytes    k_dim + v_dim + 8 per token and kv_head.
 template <element T, int D, int Dv = D>
-struct int8_rows {
-  static constexpr const char* name = "int8_rows";
-  using encoding_type = int8_elements<T>;
+struct byte_rows {
+  static constexpr const char* name = "byte_rows";
+  using encoding_type = byte_elements<T>;
   static constexpr int k_dim = D;
   static constexpr int v_dim = Dv;
 };
 
-static_assert(check_row_format<int8_rows<bf16, 128>>());
+static_assert(check_row_format<byte_rows<bf16, 128>>());
 
 template <class T, int D>
-using snapkv_in_int8 = snapkv<T, D, D, stored<int8_rows<T, D>, fixed_pages<16>>>;
+using snapkv_in_bytes = snapkv<T, D, D, stored<byte_rows<T, D>, fixed_pages<16>>>;
 // [rows]
 
-tessera::cache<snapkv_in_int8<bf16, 64>> paged({.layers = 4, .q_heads = 4, .kv_heads = 2}, {},
-                                               std::make_shared<cpu::executor>(1));
-tessera::cache<snapkv<bf16, 64, 64, stored<int8_rows<bf16, 64>, runs>>> kv({.layers = 4, .q_heads = 4, .kv_heads = 2},
+tessera::cache<snapkv_in_bytes<bf16, 64>> paged({.layers = 4, .q_heads = 4, .kv_heads = 2}, {},
+                                                std::make_shared<cpu::executor>(1));
+tessera::cache<snapkv<bf16, 64, 64, stored<byte_rows<bf16, 64>, runs>>> kv({.layers = 4, .q_heads = 4, .kv_heads = 2},
                                                                            {}, std::make_shared<cpu::executor>(1));

@@ -24,14 +24,15 @@ bool table_tells_heads(const Table& table, index_t kv_heads) {
 
 /// Checks that each row of a view that is written has its own scale, where rows have scales. Writing a scale that rows
 /// share would change rows that are stored already.
+/// Static scales are not written.
 /// Errors   a stride of 0 between rows; one array of scales for keys and values: tessera::error.
 template <class View>
 void require_row_scales(const View& view) {
-  if constexpr (View::encoding_type::scaled) {
+  if constexpr (View::encoding_type::scaled && !static_scales<typename View::encoding_type>) {
     using table = std::remove_cvref_t<decltype(view.table)>;
     const auto needs = [](const char* name, offset_t stride, bool needed) {
       require(stride != 0 || !needed, name, stride, "other than 0: a written row gets a scale of its own",
-              "keep a scale for each row, or encode and store the rows yourself where a tensor has one scale");
+              "keep a scale for each row, or take static_fp8_elements where a tensor or a head has one scale");
     };
     require(view.scales.k != view.scales.v || !view.scales.k, "scales of keys and values", "one array",
             "an array for each", "keep a scale for each row of k, and another for each row of v");
@@ -126,7 +127,8 @@ struct pack_problem {
     return ends ? ends[sequence] - count + i : i;
   }
 
-  /// Errors   views of other batches, a column to write without one to read, scales that rows share: tessera::error.
+  /// Errors   views of other batches, a column to write without one to read, scales that rows share, static scales of
+  ///          which a row would get another one: tessera::error.
   void check() const {
     require(target.sequences == source.sequences && target.kv_heads == source.kv_heads,
             "sequences and kv_heads to pack into",
@@ -136,6 +138,21 @@ struct pack_problem {
             "source_scores or source_segments", "null", "a column where `scores` or `segments` is given",
             "pass the columns that scores and segments are copied from");
     if (target.sequences > 0) require_row_scales(target);
+    require_same_scales();
+  }
+
+ private:
+  /// Rows move as they are stored: where scales are static, a row's target must have the same one.
+  void require_same_scales() const {
+    static_assert(static_scales<typename From::encoding_type> == static_scales<typename To::encoding_type>,
+                  "tessera: pack moves rows as they are stored: both views have static scales, or neither");
+    if constexpr (static_scales<typename To::encoding_type>) {
+      const auto &a = source.scales, &b = target.scales;
+      require(
+          a.k == b.k && a.v == b.v && a.outer == 0 && b.outer == 0 && a.token == 0 && b.token == 0 && a.head == b.head,
+          "static scales of the two views", "other ones, or some by row", "the same, one for a tensor or for each head",
+          "pack rows where their scale is theirs");
+    }
   }
 };
 

@@ -48,6 +48,8 @@ std::string element_text() {
   using stored = typename E::stored_type;
   if constexpr (std::is_same_v<stored, fp8>)
     return "fp8 of " + element_text<raw_elements<typename E::element_type>>();
+  else if constexpr (std::is_same_v<stored, int8>)
+    return "int8 of " + element_text<raw_elements<typename E::element_type>>();
   else
     return std::is_same_v<stored, float> ? "fp32" : std::is_same_v<stored, fp16> ? "fp16" : "bf16";
 }

@@ -19,7 +19,7 @@
 
 using namespace tessera;
 using support::half_elements;
-using support::int8_elements;
+using support::integer_elements;
 
 namespace {
 
@@ -271,18 +271,19 @@ TEST_CASE("vectors of e4m3 are what each element converts to") {
 TEST_CASE("attention over encoded rows is attention over what they decode to") {
   attention_agrees<fp8_elements<bf16>, 80, 64>(301);
   attention_agrees<int8_elements<fp32>, 80, 64>(302);
+  attention_agrees<integer_elements<bf16>, 64, 64, false>(316);
   attention_agrees<half_elements<bf16>, 80, 64, false>(303);
 }
 
 TEST_CASE("scores over encoded rows are those over what they decode to, to the bit") {
   scores_agree<fp8_elements<bf16>, 80>(304);
-  scores_agree<int8_elements<fp32>, 80>(305);
+  scores_agree<integer_elements<fp32>, 80>(305);
 }
 
 TEST_CASE("page extrema and choices over encoded rows are those of what they decode to") {
   pages_agree<fp8_elements<bf16>, 64>(306);
   pages_agree<fp8_elements<fp32>, 64, false>(307);
-  pages_agree<int8_elements<fp32>, 64>(308);
+  pages_agree<integer_elements<fp32>, 64>(308);
 }
 
 TEST_CASE("pack moves encoded rows and their scales as they are, also in place") {

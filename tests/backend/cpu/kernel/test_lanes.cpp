@@ -58,7 +58,9 @@ TEST_CASE("a row loaded two vectors at a time holds every element once, in the o
   loads_what_is_stored<fp8, 128>();
   loads_what_is_stored<fp8, 80>();
   loads_what_is_stored<fp32, 96>();
-  loads_what_is_stored<support::int8_elements<fp32>::stored_type, 80>();
+  loads_what_is_stored<int8, 128>();
+  loads_what_is_stored<int8, 80>();
+  loads_what_is_stored<support::integer_elements<fp32>::stored_type, 80>();
 }
 
 TEST_CASE("vectors of exponentials are as exact as single ones, at the ends of the range too") {

@@ -40,7 +40,7 @@ struct one_place {
 }  // namespace
 
 TEST_CASE("a layout of a test's own obeys the laws of layouts") {
-  support::obeys_the_laws_of_layouts<stored<support::int8_rows<fp32, 64, 80>, fixed_pages<8>>>(118);
+  support::obeys_the_laws_of_layouts<stored<support::integer_rows<fp32, 64, 80>, fixed_pages<8>>>(118);
 }
 
 TEST_CASE("runs grow by a 64th, at least 16 tokens, and give back what a quarter of is unused") {

@@ -251,11 +251,15 @@ double error_of_spoiled(const decode_shape& s, bool keys, float special, const s
   for (index_t row = 0; row < one.rows; row += 2) {
     for (const index_t i : back) {
       const auto token = std::size_t(row * one.capacity + one.capacity - i);
+      if constexpr (finite_only<typename Case::encoding_type>) {
+        (keys ? one.k_scales : one.v_scales)[token] = special;
+        continue;
+      }
       (keys ? one.k : one.v)[token * std::size_t(dim) + std::size_t(draw(0, dim - 1))] =
           typename Case::stored_type(special);
     }
   }
-  one.d_k.set(one.k), one.d_v.set(one.v);
+  one.d_k.set(one.k), one.d_v.set(one.v), one.d_k_scales.set(one.k_scales), one.d_v_scales.set(one.v_scales);
   const auto op = one.operation();
   buffer<unsigned char> workspace(op.workspace_bytes());
   op.prepare(workspace.data, nullptr);

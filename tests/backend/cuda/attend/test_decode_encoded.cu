@@ -6,7 +6,7 @@ using namespace tessera;
 using namespace gpu_test;
 using namespace decode_test;
 using support::half_elements;
-using support::int8_elements;
+using support::integer_elements;
 using support::plain_fp8_elements;
 
 TEST_CASE("GPU decode attention reads fp8 rows, and computes with them as exactly as with fp16") {
@@ -21,11 +21,30 @@ TEST_CASE("GPU decode attention reads fp8 rows, and computes with them as exactl
   try_shapes<decode_case<plain_fp8_elements<bf16>, 128, block_table>>(6, 2e-3);
 }
 
+TEST_CASE("GPU decode attention reads int8 rows, and computes with them as exactly as with fp16") {
+  if (gpu_missing()) return;
+  try_shapes<decode_case<int8_elements<bf16>, 64>>(12, 2e-3);
+  try_shapes<decode_case<int8_elements<bf16>, 80>>(6, 2e-3);
+  try_shapes<decode_case<int8_elements<bf16>, 128, block_table>>(12, 2e-3);
+  try_shapes<decode_case<int8_elements<fp16>, 192, contiguous, 128, fp16>>(6, 2e-3);
+}
+
+TEST_CASE("a row of int8 whose scale is NaN shows to those query rows alone that see it") {
+  if (gpu_missing()) return;
+  for (const bool keys : {false, true}) {
+    for (const bool gather : {false, true}) {
+      INFO("in keys " << keys << " gather " << gather);
+      const decode_shape window{.tokens = 3, .capacity = 400, .window = 100, .gather = gather};
+      CHECK(error_of_spoiled<decode_case<int8_elements<bf16>, 128>>(window, keys, NAN, {99, 101, 250}) < 2e-3);
+    }
+  }
+}
+
 TEST_CASE("GPU decode attention reads rows of any encoding") {
   if (gpu_missing()) return;
   // Decoded to 16 bits before they are multiplied.
-  try_shapes<decode_case<int8_elements<bf16>, 128>>(12, 1.2e-2);
-  try_shapes<decode_case<int8_elements<fp16>, 80, block_table>>(12, 2e-3);
+  try_shapes<decode_case<integer_elements<bf16>, 128>>(12, 1.2e-2);
+  try_shapes<decode_case<integer_elements<fp16>, 80, block_table>>(12, 2e-3);
   try_shapes<decode_case<half_elements<bf16>, 64, block_table>>(6, 1.2e-2);
 }
 

@@ -43,9 +43,9 @@ TEST_CASE("a budget of winners and a selector of a test hold the CPU's conversat
 }
 TEST_CASE("a schedule and a row format of a test hold the CPU's conversations on the device", "[gpu][cache]") {
   if (gpu_missing()) return;
-  hold_conversations<recipe<retain<spread_accumulated, every_other_head, top_tokens>,
-                            stored<int8_rows<bf16, 64>, fixed_pages<8>>, retrieve_all, dense_decode, every_few_steps>>(
-      20, scales::even);
+  hold_conversations<
+      recipe<retain<spread_accumulated, every_other_head, top_tokens>, stored<integer_rows<bf16, 64>, fixed_pages<8>>,
+             retrieve_all, dense_decode, every_few_steps>>(20, scales::even);
 }
 TEST_CASE("memory that follows uneven heads has room for what steps gave back", "[gpu][cache]") {
   if (gpu_missing()) return;

@@ -136,6 +136,7 @@ void compare_all() {
   compare_exactly<bf16, 80, 96, Scorer>();
   compare_exactly<fp16, 256, 192, Scorer>();
   compare_exactly<fp8_elements<bf16>, 128, 64, Scorer>();
+  compare_exactly<int8_elements<fp16>, 64, 64, Scorer>();
   compare_closely<bf16, 128, 128, Scorer>();
   compare_closely<fp16, 80, 64, Scorer>();
 }

@@ -109,4 +109,5 @@ TEST_CASE("encoded keys score as the decoded ones do, behind every table", "[gpu
   all_scorers<fp8_elements<bf16>, 64, block_table>();
   all_scorers<fp8_elements<fp16>, 80, ragged>();
   all_scorers<fp8_elements<bf16>, 256, ragged>();
+  all_scorers<int8_elements<bf16>, 128, block_table>();
 }

@@ -331,4 +331,6 @@ TEST_CASE("the device keeps and appends encoded rows as the CPU does, their scal
   compare_appends<fp8_elements<bf16>, bf16, 128, contiguous>();
   compare_appends<fp8_elements<fp16>, float, 80, ragged, 96>();
   compare_appends<fp8_elements<bf16>, fp16, 256, block_table, 64>();
+  compare_packs<int8_elements<bf16>, 128, block_table>();
+  compare_appends<int8_elements<bf16>, bf16, 128, block_table>();
 }

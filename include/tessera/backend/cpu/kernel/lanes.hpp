@@ -156,6 +156,13 @@ TESSERA_INLINE lanes load(const fp8* p) {
   std::memcpy(&x, p, sizeof x);
   return fp8_lanes(__builtin_convertvector(x, words) << 24);
 }
+/// See the one of bf16.
+TESSERA_INLINE lanes load(const int8* p) {
+  using signed_bytes = std::int8_t __attribute__((vector_size(lane_count)));
+  signed_bytes x;
+  std::memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(__builtin_convertvector(x, integers), lanes);
+}
 /// Of any other encoding (core/encoding.hpp).
 template <class Stored>
 TESSERA_INLINE lanes load(const Stored* p) {

@@ -291,16 +291,18 @@ __global__ void __launch_bounds__(append_threads)
     if (takes) {
       chunk.load((is_key ? p.k : p.v).row(share.sequence, token, head) + lane * append_chunk, aligned_from);
     }
-    if constexpr (encoding::scaled) {
+    if constexpr (static_scales<encoding>) {
+      scale = is_key ? p.view.key_scale(share.sequence, head, slot) : p.view.value_scale(share.sequence, head, slot);
+    } else if constexpr (encoding::scaled) {
       float largest = 0;
       if (takes) {
 #pragma unroll
         for (int d = 0; d < append_chunk; ++d) {
           const float size = fabsf(chunk.value(d));
-          if (size < infinity && size > largest) largest = size;
+          if (size < infinity ? size > largest : finite_only<encoding>) largest = size < infinity ? size : infinity;
         }
       }
-      scale = encoding::scale_of(lanes_max<lanes>(largest));
+      scale = row_scale<encoding>(lanes_max<lanes>(largest));
     }
     if (!mine) continue;
     if (takes) {
@@ -309,10 +311,7 @@ __global__ void __launch_bounds__(append_threads)
                    lane * append_chunk * stride;
       alignas(16) stored elements[append_chunk];
 #pragma unroll
-      for (int d = 0; d < append_chunk; ++d) {
-        const float x = chunk.value(d);  // on the device, division would lose a NaN's sign
-        elements[d] = static_cast<stored>(encoding::scaled && x == x ? x / scale : x);
-      }
+      for (int d = 0; d < append_chunk; ++d) elements[d] = encode_element<encoding>(chunk.value(d), scale);
       if (aligned_to && sizeof(stored) == 1) {
         *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(elements);
       } else {
@@ -321,7 +320,7 @@ __global__ void __launch_bounds__(append_threads)
       }
     }
     if (lane == 0) {
-      if constexpr (encoding::scaled) {
+      if constexpr (encoding::scaled && !static_scales<encoding>) {
         const offset_t at = p.view.scales.index(p.view.table.locate(share.sequence, head, slot), head);
         (is_key ? p.view.scales.k : p.view.scales.v)[at] = scale;
       }

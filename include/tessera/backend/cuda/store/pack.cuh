@@ -78,7 +78,7 @@ template <class From, class To, bool Aligned, bool InPlace>
 struct pack_kernel {
   static_assert(check_device_rows<From>());
   using T = typename From::encoding_type::stored_type;  // moved without conversion
-  static constexpr bool scaled = From::encoding_type::scaled;
+  static constexpr bool scaled = From::encoding_type::scaled && !static_scales<typename From::encoding_type>;
   static constexpr int D = From::k_dim, Dv = From::v_dim, per_chunk = 16 / int(sizeof(T));
   static constexpr int k_chunks = D / per_chunk, chunks = k_chunks + Dv / per_chunk;  // 16-byte chunks of a token
   static constexpr int max_tile = 2048 / chunks;

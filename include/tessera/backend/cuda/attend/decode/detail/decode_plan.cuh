@@ -24,15 +24,15 @@ namespace detail {
 
 inline constexpr int rows_per_block = 16;  // query rows of a matrix product
 
-/// How a view's rows lie in shared memory: plain and fp8 rows as they are stored, fp8 followed by its scales. Rows of
-/// any other encoding are decoded.
+/// How a view's rows lie in shared memory: plain rows, fp8 and int8 as they are stored, bytes followed by their scales.
+/// Rows of any other encoding are decoded.
 template <class View>
 struct decode_format {
   using encoding_type = typename View::encoding_type;
   using stored_type = typename encoding_type::stored_type;
-  static constexpr bool is_fp8 = std::is_same_v<stored_type, fp8>, decoded = !View::is_raw && !is_fp8;
-  static constexpr bool scaled = is_fp8 && encoding_type::scaled;
-  static constexpr int element_bytes = is_fp8 ? 1 : 2;
+  static constexpr bool bytes = std::is_same_v<stored_type, fp8> || std::is_same_v<stored_type, int8>;
+  static constexpr bool decoded = !View::is_raw && !bytes, scaled = bytes && encoding_type::scaled;
+  static constexpr int element_bytes = bytes ? 1 : 2;
   static constexpr staged_rows k_rows{View::k_dim * element_bytes / 16}, v_rows{View::v_dim * element_bytes / 16};
   static constexpr int row_bytes = (View::k_dim + View::v_dim) * element_bytes;  // K and V, without padding
   static constexpr int token_bytes = k_rows.bytes() + v_rows.bytes() + (scaled ? 2 * int(sizeof(float)) : 0);

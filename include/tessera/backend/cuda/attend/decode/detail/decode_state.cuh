@@ -195,10 +195,11 @@ struct decode_state : decode_softmax<View::v_dim, decode_config<View>::tokens> {
   }
 };
 
-// The softmax of one warp of the decode kernel over tiles of fp8 rows, which are multiplied as fp16.
+// The softmax of one warp of the decode kernel over tiles of rows of bytes, which are multiplied as fp16.
 
-/// Four neighbouring e4m3 as two pairs of fp16: exact.
-__device__ __forceinline__ void decode_fp8(std::uint32_t four, std::uint32_t& low, std::uint32_t& high) {
+/// Four neighbouring e4m3, or whole numbers, as two pairs of fp16: exact.
+template <std::same_as<fp8> Byte>
+__device__ __forceinline__ void decode_bytes(std::uint32_t four, std::uint32_t& low, std::uint32_t& high) {
 #if __CUDA_ARCH__ >= 890
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
       "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}\n"
@@ -215,24 +216,32 @@ __device__ __forceinline__ void decode_fp8(std::uint32_t four, std::uint32_t& lo
   low = pack_pair<fp16>(x[0], x[1]), high = pack_pair<fp16>(x[2], x[3]);
 #endif
 }
+template <std::same_as<int8> Byte>
+__device__ __forceinline__ void decode_bytes(std::uint32_t four, std::uint32_t& low, std::uint32_t& high) {
+  const std::uint32_t above = four ^ 0x80808080u, bias = 0x64806480u;  // 128 more; fp16 of 1024 + 128
+  const std::uint32_t first = __byte_perm(above, 0x64646464u, 0x4140), second = __byte_perm(above, 0x64646464u, 0x4342);
+  const __half2 pairs[2] = {__hsub2(reinterpret_cast<const __half2&>(first), reinterpret_cast<const __half2&>(bias)),
+                            __hsub2(reinterpret_cast<const __half2&>(second), reinterpret_cast<const __half2&>(bias))};
+  low = reinterpret_cast<const std::uint32_t&>(pairs[0]), high = reinterpret_cast<const std::uint32_t&>(pairs[1]);
+}
 
-/// The state of one warp, which reads tiles of e4m3 rows and their scales. A key's scale multiplies its token's logit,
-/// a value's its token's weight.
+/// The state of one warp, which reads tiles of e4m3 or int8 rows and their scales. A key's scale multiplies its token's
+/// logit, a value's its token's weight.
 ///
 /// Keys: a lane takes four neighbouring dims of a token at a time, so that dims 4j to 4j + 3 of each sixteen stand
 /// where the product has its 2j, 2j + 1, 2j + 8 and 2j + 9; queries are loaded in the same order. Values: pairs of dims
 /// are transposed as if they were one element; of the eight columns of two products, one has the even and one the odd
 /// dims.
 template <class View>
-struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::tokens> {
+struct decode_state_bytes : decode_softmax<View::v_dim, decode_config<View>::tokens> {
   using format = decode_format<View>;
   using T = typename View::element_type;
+  using byte = typename format::stored_type;
   static constexpr int D = View::k_dim, Dv = View::v_dim, tokens = decode_config<View>::tokens;
   static constexpr int k_row = format::k_rows.bytes(), v_row = format::v_rows.bytes();
   using base = decode_softmax<Dv, tokens>;
   using base::out, base::max, base::sum;
 
-  /// Power of two that weights, and so outputs, are divided by: at least the largest scale of a value so far. Weights
   /// Weights, and so outputs, are divided by this power of two. It is at least the largest scale of a value so far, so
   /// weights are at most 1 and fp16 represents them.
   float unit = format::scaled ? 0.0f : 1.0f, inverse_unit = format::scaled ? 0.0f : 1.0f;
@@ -356,7 +365,7 @@ struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::token
         for (int i = 0; i < 4; ++i) {
           const int step = pair * 2 + i / 2;
           if (step >= D / 16) continue;
-          decode_fp8(b[i], low, high);
+          decode_bytes<byte>(b[i], low, high);
           multiply<fp16>(i / 2 ? odd[k * 2 + i % 2] : s[k * 2 + i % 2], q[step], low, high);
         }
       }
@@ -409,7 +418,7 @@ struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::token
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       // `raw` has dims 2n and 2n + 1 of one token, then of the next; the product wants one dim of both tokens.
-      decode_fp8(__byte_perm(raw[i], 0, 0x3120), b[i / 2][i % 2], b[i / 2][2 + i % 2]);
+      decode_bytes<byte>(__byte_perm(raw[i], 0, 0x3120), b[i / 2][i % 2], b[i / 2][2 + i % 2]);
     }
   }
 
@@ -442,17 +451,21 @@ struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::token
     }
   }
 
-  /// Whether the tile's values are finite. The only e4m3 value that is not finite is NaN.
+  /// Whether the tile's values are finite. The only e4m3 value that is not finite is NaN; whole numbers are.
   __device__ static bool all_finite(std::uint32_t values, int lane) {
-    std::uint32_t special = 0;
-    for (int id = lane; id < tokens * (Dv / 16); id += 32) {
-      const std::uint32_t at = values + staged_rows{Dv / 16}.offset(id / (Dv / 16), id % (Dv / 16));
-      const uint4 chunk = *reinterpret_cast<const uint4*>(__cvta_shared_to_generic(at));
-      for (const std::uint32_t four : {chunk.x, chunk.y, chunk.z, chunk.w}) {
-        special |= (four & 0x7f7f7f7fu) + 0x01010101u;
+    if constexpr (std::is_same_v<byte, int8>) {
+      return true;
+    } else {
+      std::uint32_t special = 0;
+      for (int id = lane; id < tokens * (Dv / 16); id += 32) {
+        const std::uint32_t at = values + staged_rows{Dv / 16}.offset(id / (Dv / 16), id % (Dv / 16));
+        const uint4 chunk = *reinterpret_cast<const uint4*>(__cvta_shared_to_generic(at));
+        for (const std::uint32_t four : {chunk.x, chunk.y, chunk.z, chunk.w}) {
+          special |= (four & 0x7f7f7f7fu) + 0x01010101u;
+        }
       }
+      return __all_sync(~0u, (special & 0x80808080u) == 0);
     }
-    return __all_sync(~0u, (special & 0x80808080u) == 0);
   }
 };
 

@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(Threads)
 }  // namespace detail
 
 /// bases [count, channels, dim] = the eigenvectors of symmetric matrices [dim, dim] with the largest eigenvalues, the
-/// largest first, each turned so that the first of its largest components is positive; see layout/rotated.hpp.
+/// largest first, each turned so that the first of its largest components is positive; see layout/packed/rotated.hpp.
 ///
 /// Returns  not_finite [count]: 1 for a matrix with NaN or infinity, whose basis is then that of the engine's first
 ///          channels.

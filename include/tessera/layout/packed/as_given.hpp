@@ -1,8 +1,8 @@
 // Vectors in the basis in which the engine hands them over.
 #pragma once
 
-#include "../core/parameters.hpp"
-#include "../core/types.hpp"
+#include "../../core/parameters.hpp"
+#include "../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

@@ -1,9 +1,9 @@
 // Vectors in a basis in which their energy gathers in few channels.
 #pragma once
 
-#include "../core/parameters.hpp"
-#include "../core/types.hpp"
-#include "../math/share.hpp"
+#include "../../core/parameters.hpp"
+#include "../../core/types.hpp"
+#include "../../math/share.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

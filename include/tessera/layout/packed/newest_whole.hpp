@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "../core/parameters.hpp"
-#include "../core/types.hpp"
+#include "../../core/parameters.hpp"
+#include "../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

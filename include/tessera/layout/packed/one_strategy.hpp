@@ -1,7 +1,7 @@
 // Every segment is packed alike.
 #pragma once
 
-#include "../core/parameters.hpp"
+#include "../../core/parameters.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

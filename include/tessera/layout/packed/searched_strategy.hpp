@@ -1,8 +1,8 @@
 // Segments are packed by a strategy that is searched for each of them.
 #pragma once
 
-#include "../core/parameters.hpp"
-#include "../core/types.hpp"
+#include "../../core/parameters.hpp"
+#include "../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

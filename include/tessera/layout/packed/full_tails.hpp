@@ -1,8 +1,8 @@
 // The newest tokens stay whole until there is a tail of them.
 #pragma once
 
-#include "../core/parameters.hpp"
-#include "../core/types.hpp"
+#include "../../core/parameters.hpp"
+#include "../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

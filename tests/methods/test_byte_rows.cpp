@@ -1,0 +1,73 @@
+// Methods over rows of bytes against the same methods over plain rows that hold what the bytes decode to: every method over
+// fp8 rows, some over int8.
+#include "catch.hpp"
+
+#include <tessera/layout/fixed_pages.hpp>
+#include <tessera/layout/fp8_rows.hpp>
+#include <tessera/layout/int8_rows.hpp>
+
+#include "every_method.hpp"
+#include "laws/stores.hpp"
+#include "methods/support/layout_cases.hpp"
+
+using namespace tessera;
+using namespace methods_test;
+
+namespace {
+
+constexpr index_t token_bytes = 2 * dim + 8;
+
+template <template <element, int, int> class Rows>
+using in_pages = stored<Rows<fp32, dim, dim>, fixed_pages<16>>;
+template <template <element, int, int> class Rows>
+using in_runs = stored<Rows<fp32, dim, dim>, runs>;
+
+/// The same tokens, K and V as rows of the encoding hold them.
+template <class Encoding>
+model_data decoded(const model_data& data) {
+  model_data result = data;
+  for (auto* rows : {&result.k, &result.v}) {
+    for (std::size_t row = 0; row < rows->size(); row += dim) {
+      const auto held = support::decoded_row<Encoding>(rows->data() + row, dim);
+      std::copy(held.begin(), held.end(), rows->begin() + offset_t(row));
+    }
+  }
+  return result;
+}
+
+template <class Recipe>
+void as_over_decoded_rows() {
+  using encoding = typename Recipe::layout_type::rows_type::encoding_type;
+  const std::string method = Recipe::name;
+  CAPTURE(method);
+  support::rng random(302);
+  const model_data data(random, layout_shape, 200), held = decoded<encoding>(data);
+  const auto workers = std::make_shared<cpu::executor>(2);
+  const settings chosen = small_settings(method);
+  const auto plain = make_cache(chosen, layout_shape, workers);
+  cache_in_layout<Recipe> encoded(chosen, workers);
+  hold_the_same_conversation(encoded, data, *plain, held, [](const auto& got, const auto& expected) {
+    for (std::size_t i = 0; i < got.size(); ++i) REQUIRE(std::abs(got[i] - expected[i]) <= 2e-5f);
+  });
+  CHECK(encoded.full_bytes(100) == 100 * layout_shape.layers * layout_shape.kv_heads * token_bytes);
+}
+
+}  // namespace
+
+TEST_CASE("every method over fp8 rows in pages does as over the decoded values") {
+  for_every_method<fp32, dim, in_pages<fp8_rows>>([]<class Method>() { as_over_decoded_rows<Method>(); });
+}
+
+TEST_CASE("methods over fp8 rows in runs do as over the decoded values") {
+  as_over_decoded_rows<h2o<fp32, dim, dim, in_runs<fp8_rows>>>();
+  as_over_decoded_rows<rocketkv_mt<fp32, dim, dim, in_runs<fp8_rows>>>();
+  as_over_decoded_rows<sparq<fp32, dim, dim, in_runs<fp8_rows>>>();
+}
+
+TEST_CASE("methods over int8 rows do as over the decoded values") {
+  as_over_decoded_rows<snapkv<fp32, dim, dim, in_pages<int8_rows>>>();
+  as_over_decoded_rows<quest<fp32, dim, dim, in_pages<int8_rows>>>();
+  as_over_decoded_rows<h2o<fp32, dim, dim, in_runs<int8_rows>>>();
+  as_over_decoded_rows<rocketkv<fp32, dim, dim, in_runs<int8_rows>>>();
+  as_over_decoded_rows<sablock<fp32, dim, dim, in_runs<int8_rows>>>();
+}
