@@ -142,8 +142,8 @@ constexpr bool check_device_rows() {
 template <class E>
 inline constexpr bool static_scales = requires { requires E::static_scales; };
 
-/// The scale of a row that is encoded by its own. `largest` is its largest finite magnitude; of a `finite_only` encoding
-/// infinity, where an element is not finite.
+/// The scale of a row that is encoded by its own. `largest` is its largest finite magnitude; of a `finite_only`
+/// encoding infinity, where an element is not finite.
 template <class E>
 TESSERA_HD TESSERA_INLINE float row_scale(float largest) {
   if constexpr (finite_only<E>) {
