@@ -1,4 +1,4 @@
-// Decode attention: dense, behind a block table, over a selection, over uneven lengths, and over fp8 rows.
+// Decode attention: dense, behind a block table, over a selection, over uneven lengths, and over rows of bytes.
 #include "cuda_bench.hpp"
 #include "tessera/backend/cuda/attend/decode/decode_attention.cuh"
 
@@ -28,11 +28,12 @@ void place_rows(kv_view<const E, head_dim, block_table>& view, const decode_shap
   view.table = {blocks, page, s.tokens / page, 0};
 }
 
-__global__ void __launch_bounds__(256) fill_fp8_entry(fp8* to, std::size_t count) {
+template <class Byte>
+__global__ void __launch_bounds__(256) fill_bytes_entry(Byte* to, std::size_t count) {
   for (std::size_t i = blockIdx.x * std::size_t(256) + threadIdx.x; i < count; i += gridDim.x * std::size_t(256)) {
     unsigned x = unsigned(i) * 2654435761u + unsigned(i >> 32) * 40503u;
     x ^= x >> 16, x *= 0x85ebca6bu, x ^= x >> 13;
-    to[i].bits = std::uint8_t((x & 0x7fu) == 0x7fu ? x & 0xfeu : x);  // any number
+    to[i].bits = decltype(to->bits)((x & 0x7fu) == 0x7fu ? x & 0xfeu : x);  // any number
   }
 }
 
@@ -68,7 +69,7 @@ prepared decode(const decode_shape& s) {
     buffer<index_t> lengths, first, blocks, indices, counts;
     buffer<float> out, lse;
     buffer<unsigned char> workspace;
-    buffer<fp8> encoded;
+    buffer<std::conditional_t<encoded, stored_type, fp8>> encoded;
     buffer<float> scales;
   };
   const std::size_t q_rows = std::size_t(s.sequences) * q_heads;
@@ -81,7 +82,7 @@ prepared decode(const decode_shape& s) {
   const bf16* q = random_rows(pool_elements + q_rows * head_dim) + pool_elements;
   const stored_type* pool;
   if constexpr (encoded) {
-    fill_fp8_entry<<<2048, 256, 0, stream()>>>(keep->encoded.data(), pool_elements);
+    fill_bytes_entry<<<2048, 256, 0, stream()>>>(keep->encoded.data(), pool_elements);
     pool = keep->encoded.data();
   } else {
     pool = q - pool_elements;
@@ -139,6 +140,10 @@ const int registered = [] {
           [=] { return decode<contiguous>({.sequences = sequences, .tokens = 131072, .chosen = 2048, .run = run}); });
     }
   }
+  add("decode_int8/B8/128K",
+      [] { return decode<contiguous, int8_elements<bf16>>({.sequences = 8, .tokens = 131072}); });
+  add("decode_int8_paged/B8/128K",
+      [] { return decode<block_table, int8_elements<bf16>>({.sequences = 8, .tokens = 131072}); });
   add("decode_fp8_paged/B8/128K",
       [] { return decode<block_table, fp8_elements<bf16>>({.sequences = 8, .tokens = 131072}); });
   add("gathered_fp8/B16/singles",
