@@ -69,7 +69,7 @@ prepared decode(const decode_shape& s) {
     buffer<index_t> lengths, first, blocks, indices, counts;
     buffer<float> out, lse;
     buffer<unsigned char> workspace;
-    buffer<std::conditional_t<encoded, stored_type, fp8>> encoded;
+    buffer<std::conditional_t<encoded, stored_type, fp8>> stored;
     buffer<float> scales;
   };
   const std::size_t q_rows = std::size_t(s.sequences) * q_heads;
@@ -82,8 +82,8 @@ prepared decode(const decode_shape& s) {
   const bf16* q = random_rows(pool_elements + q_rows * head_dim) + pool_elements;
   const stored_type* pool;
   if constexpr (encoded) {
-    fill_bytes_entry<<<2048, 256, 0, stream()>>>(keep->encoded.data(), pool_elements);
-    pool = keep->encoded.data();
+    fill_bytes_entry<<<2048, 256, 0, stream()>>>(keep->stored.data(), pool_elements);
+    pool = keep->stored.data();
   } else {
     pool = q - pool_elements;
   }
