@@ -9,6 +9,7 @@
 #include <tessera/concepts/attention.hpp>
 
 #include "catch.hpp"
+#include "laws/stores.hpp"
 #include "support/oracle.hpp"
 #include "support/subsets.hpp"
 #include "support/tolerance.hpp"
@@ -81,10 +82,11 @@ struct attention_case {
         rows.emplace_back(std::size_t(k_dim)), rows.emplace_back(std::size_t(v_dim));
         auto &key = rows[rows.size() - 2], &value = rows.back();
         for (int d = 0; d < k_dim; ++d)
-          key[std::size_t(d)] = float(view.key(0, head, slot)[d * view.k_strides.dim]) * view.key_scale(0, head, slot);
+          key[std::size_t(d)] =
+              element_of(view.key(0, head, slot), view.k_strides.dim, d, view.key_scale(0, head, slot));
         for (int d = 0; d < v_dim; ++d)
           value[std::size_t(d)] =
-              float(view.value(0, head, slot)[d * view.v_strides.dim]) * view.value_scale(0, head, slot);
+              element_of(view.value(0, head, slot), view.v_strides.dim, d, view.value_scale(0, head, slot));
         positions.push_back(view.position(0, head, slot));
       }
       for (std::size_t i = 0; i < rows.size(); i += 2)

@@ -18,11 +18,29 @@ namespace support {
 /// What a row becomes when it is stored.
 template <class Encoding>
 std::vector<float> decoded_row(const float* row, int dim) {
-  std::vector<typename Encoding::stored_type> encoded(static_cast<std::size_t>(dim));
+  using unit = typename Encoding::stored_type;
+  constexpr int elements = tessera::elements_of_unit<unit>;
+  std::vector<unit> encoded(static_cast<std::size_t>(dim / elements));
   const float scale = tessera::encode_row<Encoding>(row, dim, encoded.data(), 1);
   std::vector<float> result;
-  for (const auto& x : encoded) result.push_back(float(x) * scale);
+  for (const auto& x : encoded) {
+    if constexpr (elements > 1) {
+      for (int i = 0; i < elements; ++i) result.push_back(x.element(i));
+    } else {
+      result.push_back(float(x) * scale);
+    }
+  }
   return result;
+}
+
+/// Element d of a row whose units lie `stride` apart, times its scale.
+template <class Unit>
+float element_of(const Unit* row, tessera::offset_t stride, int d, float scale) {
+  if constexpr (constexpr int elements = tessera::elements_of_unit<std::remove_const_t<Unit>>; elements > 1) {
+    return row[d / elements * stride].element(d % elements);
+  } else {
+    return float(row[d * stride]) * scale;
+  }
 }
 
 /// One call of a store. `share`: of the slots that are kept, or of the positions that stay; rows, flags and slots are drawn from
@@ -171,11 +189,11 @@ class followed_store {
     bool is_same =
         store_.position({layer, id}, h, s) == head.positions[index] && view.position(0, h, s) == head.positions[index];
     for (int d = 0; d < k_dim; ++d) {
-      is_same &= float(view.key(0, h, s)[d * view.k_strides.dim]) * view.key_scale(0, h, s) ==
+      is_same &= element_of(view.key(0, h, s), view.k_strides.dim, d, view.key_scale(0, h, s)) ==
                  head.keys[index][std::size_t(d)];
     }
     for (int d = 0; d < v_dim; ++d) {
-      is_same &= float(view.value(0, h, s)[d * view.v_strides.dim]) * view.value_scale(0, h, s) ==
+      is_same &= element_of(view.value(0, h, s), view.v_strides.dim, d, view.value_scale(0, h, s)) ==
                  head.values[index][std::size_t(d)];
     }
     auto& beside = store_.beside({layer, id});

@@ -13,7 +13,7 @@ TESSERA_NAMESPACE_BEGIN
 ///   encoding_type        how elements lie in memory (core/encoding.hpp)
 ///   k_dim, v_dim         of a K and of a V row
 template <class R>
-concept row_format = encoding_by_element<typename R::encoding_type> && requires {
+concept row_format = written_encoding<typename R::encoding_type> && requires {
   { R::name } -> std::convertible_to<const char*>;
   { R::k_dim } -> std::convertible_to<int>;
   { R::v_dim } -> std::convertible_to<int>;
@@ -47,7 +47,7 @@ constexpr bool check_row_format() {
   static_assert(
       requires { typename R::encoding_type; },
       "tessera: a row format must say how its elements lie in memory: using encoding_type = ...");
-  static_assert(encoding_by_element<typename R::encoding_type>,
+  static_assert(written_encoding<typename R::encoding_type>,
                 "tessera: an encoding needs element_type (fp32, fp16, bf16), a stored_type that is made from a float "
                 "and converts to one, scaled, and, where rows are scaled, static float scale_of(float largest)");
   static_assert(

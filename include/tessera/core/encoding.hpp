@@ -31,13 +31,17 @@ concept encoding_by_element =
     });
 
 /// Rows of blocks that hold their scales (core/stored/element_blocks.hpp): `stored_type` is a block. Operations on the
-/// CPU read such rows. The engine whose rows they are writes them.
+/// CPU read such rows. Where the block is a `made_block`, they write them too; other rows are the engine's.
 template <class E>
 concept encoding_by_block =
     element<typename E::element_type> && element_block<typename E::stored_type> && !bool(E::scaled);
 
 template <class E>
 concept encoding = encoding_by_element<E> || encoding_by_block<E>;
+
+/// Whether rows can be made from the elements that engines hand over.
+template <class E>
+concept written_encoding = encoding_by_element<E> || (encoding_by_block<E> && made_block<typename E::stored_type>);
 
 /// Raw elements: scorers and indexes may have pointers to them.
 template <element T>
@@ -97,6 +101,23 @@ struct block_int4_elements {
   using stored_type = int4_block;
   static constexpr bool scaled = false;
 };
+
+/// Groups of elements in few bits, each with a lowest value and a step of its own. `T` is what is handed over and
+/// computed with.
+template <element T, int Bits, int Elements>
+struct grouped_elements {
+  using element_type = T;
+  using stored_type = code_group<Bits, Elements>;
+  static constexpr bool scaled = false;
+};
+
+/// How many elements of K and V rows share a group: 64 where that divides both dims.
+constexpr int group_elements(int k_dim, int v_dim) {
+  for (const int count : {64, 80, 96, 48, 32}) {
+    if (k_dim % count == 0 && v_dim % count == 0) return count;
+  }
+  return 16;
+}
 
 /// The type that `encoding_of` names: of an encoding, itself.
 template <class E>
@@ -180,6 +201,19 @@ TESSERA_HD float encode_row(const Source* source, int dim, typename E::stored_ty
   }
   for (int d = 0; d < dim; ++d) target[d * stride] = encode_element<E>(float(source[d]), scale);
   return scale;
+}
+
+/// The same of a row of blocks: `stride` is from block to block. Returns 1.
+template <encoding_by_block E, row_element Source>
+requires written_encoding<E> float encode_row(const Source* source, int dim, typename E::stored_type* target,
+                                              offset_t stride, float = 1) {
+  using block = typename E::stored_type;
+  for (int b = 0; b < dim / block::elements; ++b) {
+    float values[block::elements];
+    for (int i = 0; i < block::elements; ++i) values[i] = float(source[b * block::elements + i]);
+    target[b * stride] = block::encode(values);
+  }
+  return 1;
 }
 
 TESSERA_NAMESPACE_END

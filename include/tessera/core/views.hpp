@@ -170,11 +170,12 @@ struct kv_view {
   using encoding_type = std::conditional_t<encoding<encoding_of<E>>, encoding_of<E>, raw_elements<fp32>>;
   static constexpr int unit = elements_of_unit<typename encoding_type::stored_type>;
   static_assert(D % unit == 0 && Dv % unit == 0,
-                "tessera: a row of blocks has a head dim of whole blocks, of 32 elements: 64, 96, 128, 192 or 256");
+                "tessera: a row of blocks has a head dim of whole blocks: of 32 elements 64, 96, 128, 192 or 256");
   using element_type = typename encoding_type::element_type;
   static constexpr bool is_raw = raw_encoding<encoding_type>;
   static constexpr int k_dim = D;
   static constexpr int v_dim = Dv;
+  static constexpr int k_units = D / unit, v_units = Dv / unit;  ///< what a row takes of `stored_type`
   /// What `k` and `v` point to, and a row's scale.
   using stored_type = std::conditional_t<std::is_const_v<E>, const typename encoding_type::stored_type,
                                          typename encoding_type::stored_type>;

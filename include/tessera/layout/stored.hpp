@@ -48,7 +48,8 @@ struct stored {
 
  private:
   static constexpr offset_t row_bytes(int dim) {
-    return offset_t(dim) * offset_t(sizeof(typename encoding_type::stored_type)) +
+    using unit = typename encoding_type::stored_type;
+    return offset_t(dim / elements_of_unit<unit>) * offset_t(sizeof(unit)) +
            (encoding_type::scaled ? offset_t(sizeof(float)) : 0);
   }
 };

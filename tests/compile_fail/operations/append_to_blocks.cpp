@@ -1,4 +1,4 @@
-// expect: tessera: append writes rows of single elements; the engine writes its rows of blocks
+// expect: tessera: append writes rows of elements, and of blocks that can be made of them; the engine writes its own blocks
 #include <tessera/backend/cpu/store/pack.hpp>
 
 using namespace tessera;

@@ -50,6 +50,9 @@ std::string element_text() {
     return "fp8 of " + element_text<raw_elements<typename E::element_type>>();
   else if constexpr (std::is_same_v<stored, int8>)
     return "int8 of " + element_text<raw_elements<typename E::element_type>>();
+  else if constexpr (element_block<stored>)
+    return "blocks of " + number_text(stored::elements) + " in " + number_text(sizeof(stored)) + " bytes of " +
+           element_text<raw_elements<typename E::element_type>>();
   else
     return std::is_same_v<stored, float> ? "fp32" : std::is_same_v<stored, fp16> ? "fp16" : "bf16";
 }

@@ -26,8 +26,8 @@ class placed_rows<Layout, fixed_pages<Page>> {
     view_type view;
     view.k = k_.data();
     view.v = v_.data();
-    view.k_strides = {page_rows() * Layout::k_dim, Layout::k_dim, offset_t(heads_) * Layout::k_dim, 1};
-    view.v_strides = {page_rows() * Layout::v_dim, Layout::v_dim, offset_t(heads_) * Layout::v_dim, 1};
+    view.k_strides = {page_rows() * view_type::k_units, view_type::k_units, offset_t(heads_) * view_type::k_units, 1};
+    view.v_strides = {page_rows() * view_type::v_units, view_type::v_units, offset_t(heads_) * view_type::v_units, 1};
     view.sequences = 1;
     view.kv_heads = heads_;
     view.lengths = lengths.data();
@@ -105,7 +105,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
       const offset_t count = page_rows() * dim;
       std::copy_n(all.begin() + page * count, count, all.begin() + target * count);
     };
-    rows(k_, Layout::k_dim), rows(v_, Layout::v_dim);
+    rows(k_, view_type::k_units), rows(v_, view_type::v_units);
     if constexpr (encoding_type::scaled) rows(k_scales_, 1), rows(v_scales_, 1);
     counted_.release(page);
     page = target;
@@ -125,8 +125,8 @@ class placed_rows<Layout, fixed_pages<Page>> {
     const index_t wanted = (std::max)(least, pages_ + pages_ / 8);
     const std::size_t rows = std::size_t(page_rows()) * std::size_t(wanted);
     counted_.make_room(wanted);
-    enlarge(k_, rows * Layout::k_dim);
-    enlarge(v_, rows * Layout::v_dim);
+    enlarge(k_, rows * view_type::k_units);
+    enlarge(v_, rows * view_type::v_units);
     if constexpr (encoding_type::scaled) {
       enlarge(k_scales_, rows);
       enlarge(v_scales_, rows);

@@ -31,8 +31,8 @@ class placed_rows<Layout, ragged_pages> {
     view_type view;
     view.k = k_.data();
     view.v = v_.data();
-    view.k_strides = {offset_t(page_) * Layout::k_dim, 0, Layout::k_dim, 1};
-    view.v_strides = {offset_t(page_) * Layout::v_dim, 0, Layout::v_dim, 1};
+    view.k_strides = {offset_t(page_) * view_type::k_units, 0, view_type::k_units, 1};
+    view.v_strides = {offset_t(page_) * view_type::v_units, 0, view_type::v_units, 1};
     view.sequences = 1;
     view.kv_heads = groups_.kv_heads;
     view.lengths = lengths.data();
@@ -249,7 +249,7 @@ class placed_rows<Layout, ragged_pages> {
       const offset_t count = offset_t(page_) * groups_.heads * dim;
       std::copy_n(all.begin() + source * count, count, all.begin() + target * count);
     };
-    rows(k_, Layout::k_dim), rows(v_, Layout::v_dim);
+    rows(k_, view_type::k_units), rows(v_, view_type::v_units);
     if constexpr (encoding_type::scaled) rows(k_scales_, 1), rows(v_scales_, 1);
   }
   void release_pages(std::size_t entry) {
@@ -288,8 +288,8 @@ class placed_rows<Layout, ragged_pages> {
     if (least <= pages_) return;
     const index_t wanted = (std::max)(least, pages_ + pages_ / 8);
     const std::size_t rows = std::size_t(page_) * std::size_t(groups_.heads) * std::size_t(wanted);
-    enlarge(k_, rows * Layout::k_dim);
-    enlarge(v_, rows * Layout::v_dim);
+    enlarge(k_, rows * view_type::k_units);
+    enlarge(v_, rows * view_type::v_units);
     if constexpr (encoding_type::scaled) {
       enlarge(k_scales_, rows);
       enlarge(v_scales_, rows);

@@ -165,8 +165,8 @@ class placed_rows<Layout, runs> {
     view_type view;
     view.k = here.k.data();
     view.v = here.v.data();
-    view.k_strides = {0, 0, Layout::k_dim, 1};
-    view.v_strides = {0, 0, Layout::v_dim, 1};
+    view.k_strides = {0, 0, view_type::k_units, 1};
+    view.v_strides = {0, 0, view_type::v_units, 1};
     view.sequences = 1;
     view.kv_heads = heads_;
     view.lengths = lengths.data();
@@ -186,8 +186,8 @@ class placed_rows<Layout, runs> {
       moved.capacities[h] = capacities[h];
       total += capacities[h];
     }
-    moved.k.resize(std::size_t(total) * Layout::k_dim);
-    moved.v.resize(std::size_t(total) * Layout::v_dim);
+    moved.k.resize(std::size_t(total) * view_type::k_units);
+    moved.v.resize(std::size_t(total) * view_type::v_units);
     if constexpr (encoding_type::scaled) {
       moved.k_scales.resize(std::size_t(total));
       moved.v_scales.resize(std::size_t(total));

@@ -41,7 +41,7 @@ class exact_reader : public reader_without_index<Recipe> {
       const index_t count = choose_slots(policy.selector, scores, n, tail, policy.tokens, chosen.row(h), top_k);
       chosen.counts[std::size_t(h)] = count;
       // The keys of the attended tokens are among these bytes.
-      bytes += (n - count) * (offset_t(k_dim) * offset_t(sizeof(stored)) + (encoding::scaled ? 4 : 0));
+      bytes += (n - count) * Recipe::layout_type::key_bytes();
     }
     return bytes;
   }

@@ -1,9 +1,11 @@
-// Methods over rows of bytes against the same methods over plain rows that hold what the bytes decode to: every method over
-// fp8 rows, some over int8.
+// Methods over encoded rows against the same methods over plain rows that hold what the encoded ones decode to: every
+// method over fp8 and int4 rows, some over int8 and int2.
 #include "catch.hpp"
 
 #include <tessera/layout/fixed_pages.hpp>
 #include <tessera/layout/fp8_rows.hpp>
+#include <tessera/layout/int2_rows.hpp>
+#include <tessera/layout/int4_rows.hpp>
 #include <tessera/layout/int8_rows.hpp>
 
 #include "every_method.hpp"
@@ -14,8 +16,6 @@ using namespace tessera;
 using namespace methods_test;
 
 namespace {
-
-constexpr index_t token_bytes = 2 * dim + 8;
 
 template <template <element, int, int> class Rows>
 using in_pages = stored<Rows<fp32, dim, dim>, fixed_pages<16>>;
@@ -37,7 +37,8 @@ model_data decoded(const model_data& data) {
 
 template <class Recipe>
 void as_over_decoded_rows() {
-  using encoding = typename Recipe::layout_type::rows_type::encoding_type;
+  using layout = typename Recipe::layout_type;
+  using encoding = typename layout::encoding_type;
   const std::string method = Recipe::name;
   CAPTURE(method);
   support::rng random(302);
@@ -49,7 +50,7 @@ void as_over_decoded_rows() {
   hold_the_same_conversation(encoded, data, *plain, held, [](const auto& got, const auto& expected) {
     for (std::size_t i = 0; i < got.size(); ++i) REQUIRE(std::abs(got[i] - expected[i]) <= 2e-5f);
   });
-  CHECK(encoded.full_bytes(100) == 100 * layout_shape.layers * layout_shape.kv_heads * token_bytes);
+  CHECK(encoded.full_bytes(100) == 100 * layout_shape.layers * layout_shape.kv_heads * layout::token_bytes());
 }
 
 }  // namespace
@@ -70,4 +71,13 @@ TEST_CASE("methods over int8 rows do as over the decoded values") {
   as_over_decoded_rows<h2o<fp32, dim, dim, in_runs<int8_rows>>>();
   as_over_decoded_rows<rocketkv<fp32, dim, dim, in_runs<int8_rows>>>();
   as_over_decoded_rows<sablock<fp32, dim, dim, in_runs<int8_rows>>>();
+}
+
+TEST_CASE("every method over int4 rows in pages does as over the decoded values") {
+  for_every_method<fp32, dim, in_pages<int4_rows>>([]<class Method>() { as_over_decoded_rows<Method>(); });
+}
+
+TEST_CASE("methods over int2 rows in runs do as over the decoded values") {
+  as_over_decoded_rows<snapkv<fp32, dim, dim, in_runs<int2_rows>>>();
+  as_over_decoded_rows<hsa<fp32, dim, dim, in_runs<int2_rows>>>();
 }
