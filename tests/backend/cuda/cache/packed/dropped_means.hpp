@@ -28,7 +28,7 @@ struct means_behind : recipe<retain<Scorer, Budget, top_tokens>, mosaic_rows<Lay
 };
 
 template <class T, int Page>
-using rows_in_pages = stored<dense_rows<T, 64>, fixed_pages<Page>>;
+using packed_in_pages = stored<dense_rows<T, 64>, fixed_pages<Page>>;
 
 /// Elements of all means of a layer of a sequence: by segment, kv_head, block and channel.
 template <class Method>

@@ -32,12 +32,13 @@ TEST_CASE("blocks behind SnapKV's choice hold the CPU's conversations on the dev
 }
 TEST_CASE("blocks of heads that compete hold the CPU's conversations in small pages", "[gpu][cache][packed]") {
   if (gpu_missing()) return;
-  hold_conversations<means_behind<observation_window, adaptive, rows_in_pages<fp16, 4>>>(40, scales::any, few_blocks{});
+  hold_conversations<means_behind<observation_window, adaptive, packed_in_pages<fp16, 4>>>(40, scales::any,
+                                                                                           few_blocks{});
 }
 TEST_CASE("a budget over two stages shares out dropped rows and blocks as on the CPU", "[gpu][cache][packed]") {
   if (gpu_missing()) return;
-  hold_conversations<means_behind<observation_window, two_stage<uniform>, rows_in_pages<fp16, 16>>>(40, scales::any,
-                                                                                                    few_blocks{});
+  hold_conversations<means_behind<observation_window, two_stage<uniform>, packed_in_pages<fp16, 16>>>(40, scales::any,
+                                                                                                      few_blocks{});
 }
 TEST_CASE("a budget over two stages for which heads compete is shared out as on the CPU", "[gpu][cache][packed]") {
   if (gpu_missing()) return;

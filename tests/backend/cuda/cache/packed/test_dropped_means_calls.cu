@@ -9,8 +9,8 @@ using namespace gpu_test;
 
 namespace {
 using competing = means_behind<observation_window, adaptive, dense<bf16, 64>>;
-using competing_in_pages = means_behind<observation_window, adaptive, rows_in_pages<bf16, 4>>;
-using planned_in_pages = means_behind<observation_window, two_stage<uniform>, rows_in_pages<bf16, 16>>;
+using competing_in_pages = means_behind<observation_window, adaptive, packed_in_pages<bf16, 4>>;
+using planned_in_pages = means_behind<observation_window, two_stage<uniform>, packed_in_pages<bf16, 16>>;
 }  // namespace
 
 TEST_CASE("random calls that read blocks behind a choice do what the contract says", "[gpu][cache][calls][packed]") {

@@ -8,8 +8,8 @@ using namespace gpu_test;
 
 namespace {
 
-const model_shape shape{2, 4, 2};
-constexpr int dim = 64;
+const model_shape means_shape{2, 4, 2};
+constexpr int means_dim = 64;
 
 template <class Method>
 struct both_caches {
@@ -21,19 +21,19 @@ struct both_caches {
 
   both_caches(const Method& made, index_t tokens)
       : method(made),
-        host(shape, made, std::make_shared<cpu::executor>(1)),
-        device(shape, made, {.sequences = 2, .tokens = tokens}) {}
+        host(means_shape, made, std::make_shared<cpu::executor>(1)),
+        device(means_shape, made, {.sequences = 2, .tokens = tokens}) {}
 
   void host_prompt(index_t tokens) {
-    for (index_t layer = 0; layer < shape.layers; ++layer) {
-      const step_rows<T> x(1, tokens, shape, dim, 0, random);
+    for (index_t layer = 0; layer < means_shape.layers; ++layer) {
+      const step_rows<T> x(1, tokens, means_shape, means_dim, 0, random);
       host.prefill(layer, 0, x.rows(x.q.data(), 4), x.rows(x.k.data(), 2), x.rows(x.v.data(), 2));
     }
     host.end_prefill(0);
   }
   void prompt(index_t tokens) {
-    for (index_t layer = 0; layer < shape.layers; ++layer) {
-      const step_rows<T> x(1, tokens, shape, dim, 0, random);
+    for (index_t layer = 0; layer < means_shape.layers; ++layer) {
+      const step_rows<T> x(1, tokens, means_shape, means_dim, 0, random);
       host.prefill(layer, 0, x.rows(x.q.data(), 4), x.rows(x.k.data(), 2), x.rows(x.v.data(), 2));
       device.prefill(layer, 0, x.rows(x.dq.data, 4), x.rows(x.dk.data, 2), x.rows(x.dv.data, 2), nullptr);
       cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
@@ -46,14 +46,14 @@ struct both_caches {
     double worst = 0;
     const batch of_host = host.prepare_step({0}, 1), of_device = device.prepare_step({0}, 1, nullptr);
     device.begin_step(of_device, nullptr);
-    for (index_t layer = 0; layer < shape.layers; ++layer) {
-      const step_rows<T> x(1, 1, shape, dim, 0, random);
-      std::vector<float> out(4 * dim);
+    for (index_t layer = 0; layer < means_shape.layers; ++layer) {
+      const step_rows<T> x(1, 1, means_shape, means_dim, 0, random);
+      std::vector<float> out(4 * means_dim);
       buffer<float> dout(out.size());
       host.decode(layer, of_host, x.rows(x.q.data(), 4), x.rows(x.k.data(), 2), x.rows(x.v.data(), 2),
-                  nhd_rows(out.data(), 1, 4, dim));
+                  nhd_rows(out.data(), 1, 4, means_dim));
       device.decode(layer, of_device, x.rows(x.dq.data, 4), x.rows(x.dk.data, 2), x.rows(x.dv.data, 2),
-                    nhd_rows(dout.data, 1, 4, dim), {}, nullptr);
+                    nhd_rows(dout.data, 1, 4, means_dim), {}, nullptr);
       worst = std::max(worst, relative_error(dout.get(), out));
     }
     return worst;
@@ -74,14 +74,14 @@ void keep_the_same_means(packed_element element, index_t group) {
   REQUIRE(support::loaded(both.device, support::saved(both.host, 0)) == 0);
   REQUIRE(both.device.fork(0) == 1);
   std::vector<std::vector<float>> before;
-  for (index_t layer = 0; layer < shape.layers; ++layer) before.push_back(means_of(both.host, layer, 0));
+  for (index_t layer = 0; layer < means_shape.layers; ++layer) before.push_back(means_of(both.host, layer, 0));
   for (int turn = 0; turn < 2; ++turn) {
     both.prompt(11);
     const auto kept = on_host(both.device, 0, method), fork = on_host(both.device, 1, method);
-    for (index_t layer = 0; layer < shape.layers; ++layer) {
+    for (index_t layer = 0; layer < means_shape.layers; ++layer) {
       REQUIRE(both.host.positions(layer, 0, 0) == both.device.positions(layer, 0, 0));
       const std::vector<float> means = means_of(both.host, layer, 0);
-      CHECK(means.size() > 10 * std::size_t(shape.kv_heads * dim));
+      CHECK(means.size() > 10 * std::size_t(means_shape.kv_heads * means_dim));
       CHECK(means != before[std::size_t(layer)]);
       CHECK(means == means_of(*kept, layer, 0));
       CHECK(before[std::size_t(layer)] == means_of(*fork, layer, 0));
@@ -96,15 +96,15 @@ TEST_CASE("means of blocks that lose rows have the CPU's bits, and those of fork
   for (const auto element : {packed_element::same, packed_element::fp8, packed_element::int4}) {
     for (const index_t group : {1, 2, 4}) {
       CAPTURE(int(element), group);
-      keep_the_same_means<dense<bf16, dim>>(element, group);
-      keep_the_same_means<rows_in_pages<bf16, 16>>(element, group);
+      keep_the_same_means<dense<bf16, means_dim>>(element, group);
+      keep_the_same_means<packed_in_pages<bf16, 16>>(element, group);
     }
   }
 }
 
 TEST_CASE("conversations that drop in every turn go on when there is no room for a segment", "[gpu][cache][packed]") {
   if (gpu_missing()) return;
-  using method_type = means_behind<random_score, uniform, rows_in_pages<fp16, 4>>;
+  using method_type = means_behind<random_score, uniform, packed_in_pages<fp16, 4>>;
   method_type method;
   support::keep_all_elements(method);
   method.layout.rows.tail.tail = 16;
@@ -122,14 +122,14 @@ TEST_CASE("conversations that drop in every turn go on when there is no room for
     const index_t tokens = turn == 0 ? 400 : taken / 10;
     both.prompt(tokens);
     taken += tokens;
-    for (index_t layer = 0; layer < shape.layers; ++layer)
+    for (index_t layer = 0; layer < means_shape.layers; ++layer)
       REQUIRE(both.host.positions(layer, 0, 1) == both.device.positions(layer, 0, 1));
     REQUIRE(both.step() < 8e-3);
     if (turn == 30) REQUIRE(both.device.fork(0) == 1);
     if (turn == 50) both.device.close(1);
     if (turn % 5 != 4) continue;
     const auto kept = on_host(both.device, 0, method);
-    for (index_t layer = 0; layer < shape.layers; ++layer) {
+    for (index_t layer = 0; layer < means_shape.layers; ++layer) {
       most = std::max(most, std::size_t(kept->view(layer, 0).segments->size()));
       const std::vector<float> means = means_of(*kept, layer, 0), averages = averages_of(*kept, layer, 0);
       REQUIRE(means.size() == averages.size());
@@ -145,12 +145,12 @@ TEST_CASE("conversations that drop in every turn go on when there is no room for
 TEST_CASE("random calls that read blocks behind a choice have the outputs of planes in pages, to the bit",
           "[gpu][calls][packed]") {
   if (gpu_missing()) return;
-  call_both<means_behind<observation_window, adaptive, rows_in_pages<bf16, 16>>,
-            means_behind<observation_window, adaptive, dense<bf16, dim>>>(50300);
+  call_both<means_behind<observation_window, adaptive, packed_in_pages<bf16, 16>>,
+            means_behind<observation_window, adaptive, dense<bf16, means_dim>>>(50300);
 }
 TEST_CASE("random calls of blocks in small pages under a budget over two stages have the outputs of planes",
           "[gpu][calls][packed]") {
   if (gpu_missing()) return;
-  call_both<means_behind<observation_window, two_stage<adaptive>, rows_in_pages<bf16, 4>>,
-            means_behind<observation_window, two_stage<adaptive>, dense<bf16, dim>>>(50400);
+  call_both<means_behind<observation_window, two_stage<adaptive>, packed_in_pages<bf16, 4>>,
+            means_behind<observation_window, two_stage<adaptive>, dense<bf16, means_dim>>>(50400);
 }
