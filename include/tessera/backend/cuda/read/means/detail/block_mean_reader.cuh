@@ -41,7 +41,7 @@ class block_mean_reader : public reader_without_index<Recipe, View, Out> {
     const auto& read = recipe.retrieve;
     const segment_formats formats = formats_of(layout, read.selector.block);
     const index_t max_block = formats.alike ? formats.block : (std::max)(formats.block, strategy_blocks.front());
-    // Where rows are dropped, any block of a segment's last ones may be short.
+    // Where rows are dropped, each segment may end in a block that is not whole.
     const bool alike = formats.alike && !drops;
     index_t tokens = read.tokens;
     if (Recipe::retain_type::plans)  // of all prompts; the first and the last block are read in any case

@@ -32,7 +32,7 @@ struct segment_formats {
   packed_format widest_k = k, widest_v = v;  ///< the longest rows that a segment may have, of as many channels
   index_t least_block = block;               ///< of any segment
   bool alike = true;                         ///< all are made by `k`, `v` and `block`
-  bool drops = false;                        ///< rows are dropped: any block of a segment's last ones may be short
+  bool drops = false;                        ///< rows are dropped: each segment may end in a short block
 
   offset_t k_basis() const { return rotates ? offset_t(k.channels) * k_dim : 0; }  ///< floats of one head
   offset_t v_basis() const { return rotates ? offset_t(v.channels) * v_dim : 0; }
