@@ -19,17 +19,16 @@ template <class Retain, class Layout, class Schedule>
 inline constexpr bool drops_packed_on_devices =
     Retain::drops && !fires_in_steps<Schedule> && !Schedule::fires_at(moment::chunk_end) &&
     !requires(const typename Layout::placement_type& where) { where.groups(1, 1); } && !Retain::over_model &&
-    !Retain::reuses && !Retain::plans && !Retain::settles && !Retain::needs_segments && !Retain::follows &&
+    !Retain::reuses && !Retain::settles && !Retain::needs_segments && !Retain::follows &&
     (Retain::observed == observes::nothing || Retain::observed == observes::window);
 
-/// Whether the CUDA backend runs these stages over such rows. It does not yet score packed rows for a step or for lines
-/// (#11).
+/// Whether the CUDA backend runs these stages over such rows. Steps read all of them or blocks by their means, also
+/// behind a first stage that drops. It does not yet score packed rows for a step or for lines (#11).
 template <class Retain, class Layout, class Retrieve, class Schedule, class Prefill>
 inline constexpr bool rows_fit_on_devices =
     !requires { requires Layout::rows_type::packs; } ||
-    (!line_pattern<Prefill> &&
-     (Retain::chooses ? drops_packed_on_devices<Retain, Layout, Schedule> && !Retrieve::retrieves
-                      : !Retrieve::retrieves || reads_block_means<Retrieve>));
+    (!line_pattern<Prefill> && (!Retain::chooses || drops_packed_on_devices<Retain, Layout, Schedule>) &&
+     (!Retrieve::retrieves || reads_block_means<Retrieve>));
 
 /// Checks that these policies fit together. A static assertion says what does not.
 template <class Retain, class Layout, class Retrieve, class Attention, class Schedule, class Prefill>

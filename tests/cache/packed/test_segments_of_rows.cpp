@@ -1,9 +1,12 @@
 // Which rows become a segment, and when.
 #include "catch.hpp"
 
+#include <tessera/budget/uniform.hpp>
 #include <tessera/cache.hpp>
 #include <tessera/methods/mosaickv.hpp>
 #include <tessera/methods/think.hpp>
+#include <tessera/scorer/position.hpp>
+#include <tessera/selector/top_tokens.hpp>
 
 #include "packed_conversation.hpp"
 
@@ -162,4 +165,24 @@ TEST_CASE("a prompt that is cut and written again is as long as it was for its s
     now.held.end_prefill(now.id);
     CHECK(now.parts() == list{4096, 4992, 8});
   }
+}
+
+TEST_CASE("rows join a segment whose blocks stay whole behind a choice, and begin another one behind others") {
+  recipe<retain<position, uniform, top_tokens>, mosaic_rows<dense<fp32, 64>>, retrieve<block_mean, whole_blocks>,
+         gathered_decode, once>
+      method;
+  method.layout.rows.segment = 64;
+  method.set_budget(200);
+  method.retrieve.tokens = 64;
+  conversation<decltype(method)> now{method};
+  now.prompt(100);
+  CHECK(now.parts() == list{96, 4});
+  now.prompt(60);  // nothing is dropped
+  CHECK(now.parts() == list{160, 0});
+  now.prompt(72);  // four blocks of eight rows, though not the first ones
+  CHECK(now.parts() == list{192, 8});
+  now.prompt(30);
+  CHECK(now.parts() == list{162, 32, 6});
+  for (index_t i = 0; i < 30; ++i) now.step(1);
+  CHECK(now.parts() == list{162, 64, 4});
 }

@@ -25,6 +25,7 @@ std::vector<entry> mixture_entries() {
       entry_of<mixtures::think_snapkv>("think_snapkv"),
       entry_of<mixtures::packed_h2o>("packed_h2o"),
       entry_of<mixtures::snapkv_mosaickv>("snapkv_mosaickv"),
+      entry_of<mixtures::rocket_mosaickv>("rocket_mosaickv"),
       entry_of<mixtures::newest_turns_quest>("newest_turns_quest"),
       entry_of<mixtures::newest_kept>("newest_kept"),
       entry_of<mixtures::lines_rocket_turns>("lines_rocket_turns"),

@@ -79,5 +79,7 @@ using packed_h2o = recipe<retain<accumulated_attention, uniform, top_tokens>, mo
                           dense_decode, each_step>;
 using snapkv_mosaickv = recipe<retain<observation_window, uniform, top_tokens>, mosaic_rows<storage>,
                                retrieve<block_mean, whole_blocks>, gathered_decode, once>;
+using rocket_mosaickv = recipe<retain<observation_window, two_stage<adaptive>, top_tokens>, mosaic_rows<storage>,
+                               retrieve<block_mean, whole_blocks>, gathered_decode, once>;
 
 }  // namespace methods_test::mixtures

@@ -104,11 +104,10 @@ class attention<packed_view<Whole, Memory>, packed_view<Whole, Memory>, Out> {
             const Recipe& recipe)
       : plain_(shape, reading_heads, options, device, recipe),
         prompt_(shape, 1, (std::max<index_t>)(1, rows_at_once / (shape.q_heads / shape.kv_heads)),
-                max_segments(recipe.layout, options.tokens), recipe.layout, device),
+                segments_of(recipe, options), recipe.layout, device),
         unpacked_(shape, options.tokens, device) {
     if constexpr (!Recipe::retrieve_type::retrieves) {
-      step_.emplace(shape, options.sequences, options.step_tokens, max_segments(recipe.layout, options.tokens),
-                    recipe.layout, device);
+      step_.emplace(shape, options.sequences, options.step_tokens, segments_of(recipe, options), recipe.layout, device);
     }
   }
 
@@ -136,6 +135,11 @@ class attention<packed_view<Whole, Memory>, packed_view<Whole, Memory>, Out> {
   }
 
  private:
+  template <class Recipe>
+  static index_t segments_of(const Recipe& recipe, const cache_options& options) {
+    return max_device_segments(recipe.layout, options.tokens, recipe.retrieve.mean_block(), Recipe::retain_type::drops);
+  }
+
   attention<Whole, Whole, Out> plain_;
   operation prompt_;
   unpacked_attention<Whole, Out> unpacked_;

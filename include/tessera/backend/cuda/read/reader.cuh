@@ -34,7 +34,7 @@ void for_each_plan(const Recipe& recipe, const cache_options& options, const Vis
 /// Base of readers that choose slots.
 struct slot_reader {
   template <class Store>
-  static const host_vector<index_t>& slots(const Store&, sequence_layer, const host_vector<index_t>& list) {
+  static const host_vector<index_t>& slots(const Store&, sequence_layer, index_t, const host_vector<index_t>& list) {
     return list;
   }
 };
@@ -99,7 +99,7 @@ class exact_reader;
 ///   rebuild(layer, ids, view, stream)        called when slots of a batch have moved in place
 ///   choose(layer, view, q, first, rule, out, lse, chosen, stream) -> bool
 ///                                            sets `chosen`; or attends too, and returns true
-///   slots(store, layer, id, list)            the slots that one list of `chosen` stands for
+///   slots(store, owner, head, list)          the slots that a head's list of `chosen` stands for
 ///   complete(layer, ids, view, out, stream)  corrects the step's output; most readers do nothing
 ///   bytes(policies, tokens)                  of the heads of a layer
 ///   attended(policies, n, place), bytes_read(policies, n, place)   of one head; they may synchronise

@@ -135,7 +135,6 @@ class kv_store<Layout> {
   bool packs_chunks() const { return layout_.rows.packs_chunks(); }
   whole_rows& rows() { return whole_; }
   const whole_rows& rows() const { return whole_; }
-
   template <class E>
   void append(sequence_layer owner, const rows_view<const E>& k, const rows_view<const E>& v, index_t first_position,
               const segment_marks& marks = {}) {
@@ -273,7 +272,8 @@ class kv_store<Layout> {
     } else {
       searches_.prepare(owner, whole, due);
       made.segments.push_back(packer.as_in(searches_.like(owner, stored.segments), due));
-      made.joins = searches_.joins(owner, stored.segments) && takes_rows(*stored.segments.back(), retained != nullptr);
+      made.joins = searches_.joins(owner, stored.segments) &&
+                   takes_rows(stored.segments, stored.packed, retained, layout_.rows.searches());
       if (made.joins) {
         segment_pointer& last = stored.segments.back();
         make_unique(last);

@@ -17,12 +17,22 @@ inline std::span<const index_t> slots_from(const selection& chosen, index_t head
   return {std::lower_bound(row, end, first), end};
 }
 
-/// Whether rows may join a segment: its blocks must be full, and it must not lose rows first.
+/// Whether rows may join the last segment, which ends before slot packed[h] of each head: the blocks of what stays of
+/// it, of the `retained` slots (null: all), must be full. Where strategies are searched, nothing joins behind a choice.
 template <class Segment>
-bool takes_rows(const Segment& segment, bool loses_rows) {
-  if (segment.format.block <= 1) return true;
-  return !loses_rows && std::all_of(segment.lengths.begin(), segment.lengths.end(),
-                                    [&](index_t length) { return length % segment.format.block == 0; });
+bool takes_rows(const host_vector<std::shared_ptr<Segment>>& all, const host_vector<index_t>& packed,
+                const selection* retained, bool searches) {
+  const Segment& segment = *all.back();
+  const index_t block = segment.format.block;
+  if (block > 1 && retained && searches) return false;
+  for (std::size_t h = 0; block > 1 && h < packed.size(); ++h) {
+    std::size_t rows = std::size_t(segment.lengths[h]);
+    if (retained)
+      rows = slots_from(*retained, index_t(h), packed[h] - index_t(rows)).size() -
+             slots_from(*retained, index_t(h), packed[h]).size();
+    if (rows % std::size_t(block) != 0) return false;
+  }
+  return true;
 }
 /// Replaces a shared segment by a copy of the store's own.
 template <class Segment>

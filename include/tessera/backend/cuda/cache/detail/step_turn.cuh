@@ -323,7 +323,7 @@ class step_turn {
         const offset_t row = offset_t(b) * parts_.shape.kv_heads + h;
         const auto list = downloaded(read.row(row), std::size_t(downloaded(read.counts + row, 1)[0]));
         const auto all =
-            std::exchange(attended[std::size_t(h)], parts_.read_stage.reader().slots(parts_.store, owner, list));
+            std::exchange(attended[std::size_t(h)], parts_.read_stage.reader().slots(parts_.store, owner, h, list));
         for (index_t& slot : attended[std::size_t(h)]) slot = all[std::size_t(slot)];
       }
     }

@@ -172,7 +172,7 @@ class kv_store<Layout> : public planned_packing<Layout> {
           packed_.begin_segment(
               packed, maker_.begin(made.memory, begun_count, made.new_spans[begun_count], packed, stream), stream);
           ++begun_count;
-        } else if (!searches_.joins(packed, all)) {
+        } else if (!made.joins[i]) {
           packed_.begin_segment(packed, searches_.like(packed, all).without_rows(), stream);
         }
         made.joining.push_back({owner, index_t(all.size()) - 1, all.back().slot, all.back().rows, first, count});
@@ -320,7 +320,9 @@ class kv_store<Layout> : public planned_packing<Layout> {
       // Where tokens are dropped, segments may have their rows in different heads.
       offset_t rows = peak.stored.longest;
       if (whole_.with().drops) rows = (std::max)(rows, (std::min)(peak.stored.total, offset_t(peak.turn.tokens())));
-      const capacity segments = packed_.upper_bound(rows, of_layer.segments);
+      // What follows a choice among packed rows may begin a segment.
+      const offset_t followers = whole_.with().drops && whole_.with().mean_block > 1 ? 1 : 0;
+      const capacity segments = packed_.upper_bound(rows, of_layer.segments + followers);
       bound.bytes += segments.bytes + searches_.upper_bound(of_layer.originals);
       if (whole_.with().drops) bound.bytes += offset_t(heads_) * rows * offset_t(sizeof(index_t));
       bound.pages += segments.pages;

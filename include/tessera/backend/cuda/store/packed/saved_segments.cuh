@@ -255,7 +255,8 @@ void transfer_segments(Store& store, sequence_layer owner, const host_vector<ind
     host_vector<double> losses(std::size_t(kv_heads), 0.0);  // known where strategies are searched
     transfer_lengths(lengths, max_tokens, archive);
     archive.rows(losses.data(), losses.size());
-    archive.require(formats.block == 0 || total[0] % formats.block == 0, "with segments that begin within a block");
+    archive.require(formats.block == 0 || scattered || total[0] % formats.block == 0,
+                    "with segments that begin within a block");
     for (std::size_t h = 0; h < lengths.size(); ++h) {
       archive.require((scattered || lengths[h] == lengths[0]) && lengths[h] <= packed[h] - total[h],
                       "with segments of other rows");

@@ -24,6 +24,16 @@ __device__ inline float packed_value(const packed_vectors& from, index_t head, i
   }
 }
 
+/// Channel `c` of a packed row in its segment's basis; 0 where it is not stored.
+__device__ inline float stored_channel(const packed_vectors& from, index_t head, index_t i, index_t c) {
+  const std::uint32_t* bits = from.bits_of(head, i);
+  const index_t group = from.format.group, g = c / group;
+  if (((bits[g / 32] >> (g % 32)) & 1u) == 0) return 0;
+  index_t before = __popc(bits[g / 32] & ((1u << (g % 32)) - 1u));
+  for (index_t word = 0; word < g / 32; ++word) before += __popc(bits[word]);
+  return packed_value(from, head, i, before * group + c % group);
+}
+
 /// A block unpacks one slot, blockIdx.x, of one head of one sequence: to [kv_heads, slots, D].
 template <class View, int D, bool Keys>
 __global__ void __launch_bounds__(D) unpack_rows_entry(const __grid_constant__ View view, index_t slots, float* to) {
@@ -39,14 +49,7 @@ __global__ void __launch_bounds__(D) unpack_rows_entry(const __grid_constant__ V
   }
   const device_segment& segment = view.segment(0, s);
   const packed_vectors& from = Keys ? segment.k : segment.v;
-  const std::uint32_t* bits = from.bits_of(head, row);
-  const index_t group = from.format.group, g = d / group;
-  held[d] = 0;
-  if (d < from.format.channels && ((bits[g / 32] >> (g % 32)) & 1u)) {
-    index_t before = __popc(bits[g / 32] & ((1u << (g % 32)) - 1u));
-    for (index_t word = 0; word < g / 32; ++word) before += __popc(bits[word]);
-    held[d] = packed_value(from, head, row, before * group + d % group);
-  }
+  held[d] = d < from.format.channels ? stored_channel(from, head, row, d) : 0.0f;
   __syncthreads();
   const float* basis = from.basis_of(head, D);
   float sum = basis ? 0 : held[d];

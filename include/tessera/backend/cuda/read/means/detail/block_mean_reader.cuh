@@ -19,6 +19,7 @@ template <class Recipe, class View, class Out>
 class block_mean_reader : public reader_without_index<Recipe, View, Out> {
   using T = typename View::element_type;
   using store_type = kv_store<typename Recipe::layout_type>;
+  static constexpr bool drops = Recipe::retain_type::drops;
 
  public:
   struct operation {
@@ -40,12 +41,17 @@ class block_mean_reader : public reader_without_index<Recipe, View, Out> {
     const auto& read = recipe.retrieve;
     const segment_formats formats = formats_of(layout, read.selector.block);
     const index_t max_block = formats.alike ? formats.block : (std::max)(formats.block, strategy_blocks.front());
-    return {{read.scorer, read.selector, read.tokens, options.sequences, shape.kv_heads, shape.q_heads,
-             options.step_tokens, options.tokens, max_segments(layout, options.tokens),
-             segment_limits{formats.widest_k, formats.widest_v, formats.least_block, formats.alike}, device},
-            read.tokens,
+    // Where rows are dropped, each segment may end in a block that is not whole.
+    const bool alike = formats.alike && !drops;
+    index_t tokens = read.tokens;
+    if (Recipe::retain_type::plans)  // of all prompts; the first and the last block are read in any case
+      tokens = (std::max)(recipe.plan_unchecked(options.tokens).read, 2 * read.selector.block);
+    return {{read.scorer, read.selector, tokens, options.sequences, shape.kv_heads, shape.q_heads, options.step_tokens,
+             options.tokens, max_device_segments(layout, options.tokens, formats.block, drops),
+             segment_limits{formats.widest_k, formats.widest_v, formats.least_block, alike}, device},
+            tokens,
             formats.block,
-            formats.alike ? 0 : 2 * max_block};
+            alike ? 0 : 2 * max_block};
   }
   void adopt(operation&& fitted) { step_ = std::move(fitted); }
 
@@ -72,8 +78,9 @@ class block_mean_reader : public reader_without_index<Recipe, View, Out> {
     chosen = problem.chosen;
     return true;
   }
-  static host_vector<index_t> slots(const store_type& store, sequence_layer owner, const host_vector<index_t>& blocks) {
-    return store.slots_of_blocks(owner, blocks);
+  static host_vector<index_t> slots(const store_type& store, sequence_layer owner, index_t head,
+                                    const host_vector<index_t>& blocks) {
+    return store.slots_of_blocks(owner, head, blocks);
   }
   offset_t attended(const planned<Recipe>& policies, offset_t n, const head_place& of) const {
     const offset_t whole = offset_t(ceil_div(policies.read.tokens, step_.block)) * step_.block + step_.more;

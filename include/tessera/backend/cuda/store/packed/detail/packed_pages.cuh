@@ -30,7 +30,7 @@ class packed_pages {
       : formats_(formats), least_(formats, kv_heads), heads_(kv_heads), layers_(layers), sequences_(sequences) {
     row_width_ = tokens / least_.rows + max_segments + 1;
     mean_width_ = formats.block > 0 ? tokens / formats.least_block / least_.means + max_segments + 1 : 0;
-    aside_ = device_buffer<index_t>(std::size_t(row_width_));
+    aside_ = device_buffer<index_t>(std::size_t(row_width_ + mean_width_));
     row_table_ = device_buffer<index_t>(std::size_t(layers) * std::size_t(sequences) * std::size_t(row_width_));
     mean_table_ = device_buffer<index_t>(std::size_t(layers) * std::size_t(sequences) * std::size_t(mean_width_));
   }
@@ -58,9 +58,12 @@ class packed_pages {
     made.rows.reserve((std::max)(std::size_t(all_rows), record.row_pages.size()));
     made.means.reserve((std::max)(std::size_t(all_means), record.mean_pages.size()));
     const auto& held = record.row_pages;
-    const index_t row_copies = index_t(std::count_if(held.begin() + std::ptrdiff_t(first_written(record, shortest)),
-                                                     held.end(), [&](index_t page) { return is_shared(page); }));
-    const index_t copies = row_copies + copies_mean_page(record);
+    const auto copies_of = [&](const host_vector<index_t>& pages, std::size_t written) {
+      return index_t(std::count_if(pages.begin() + std::ptrdiff_t(written), pages.end(),
+                                   [&](index_t page) { return is_shared(page); }));
+    };
+    const index_t copies = copies_of(held, first_written(record, shortest)) +
+                           copies_of(record.mean_pages, first_mean_page_written(record, shortest));
     const index_t more = all_rows - index_t(record.row_pages.size()) + all_means - index_t(record.mean_pages.size());
     made.spare.reserve(std::size_t(more + copies));
     planned_.reserve(planned_.size() + 1);
@@ -98,7 +101,7 @@ class packed_pages {
       return changed;
     };
     const std::size_t rows_written = first_written(record, shortest),
-                      means_written = record.mean_pages.size() - std::size_t(copies_mean_page(record));
+                      means_written = first_mean_page_written(record, shortest);
     const index_t all_rows = pages_of_rows(record, record.rows + rows), all_means = pages_of_means(record, rows);
     write_rows(entry, i, record, extend(record.row_pages, made.rows, all_rows, rows_written), stream);
     const std::size_t parts_before = mean_parts_of(record, 0);
@@ -114,30 +117,29 @@ class packed_pages {
     write_means(entry, i, record, 0, mean_parts_of(record, 0), stream);
   }
   static constexpr bool moves_with_first_row = false;
-  /// Means do not stay: rows with means are not dropped.
   void plan_keep(kept_segment& kept) {
-    host_vector<index_t>& pages = kept.record.row_pages;
-    const std::size_t wanted = std::size_t(pages_of_rows(kept.record, kept.record.rows));
-    const bool shared = std::any_of(pages.begin(), pages.end(), [&](index_t page) { return is_shared(page); });
-    if (!shared) return pages.resize(wanted);
-    host_vector<index_t> fresh;
-    fresh.reserve(wanted);
-    pool_->acquire_pages(index_t(wanted), fresh);
-    std::swap(pages, fresh);
-    kept.elsewhere = true;
+    segment_record& record = kept.record;
+    kept.rows_elsewhere = keeps_elsewhere(record.row_pages, pages_of_rows(record, record.rows));
+    kept.means_elsewhere = keeps_elsewhere(record.mean_pages, pages_of_means(record, 0));
   }
   void forget(kept_segment& kept) {
-    if (kept.elsewhere) release(kept.record.row_pages);
+    if (kept.rows_elsewhere) release(kept.record.row_pages);
+    if (kept.means_elsewhere) release(kept.record.mean_pages);
   }
   device_segment set_aside(device_segment of, const segment_record& record, cudaStream_t stream) const {
     copy_on_device(aside_.data(), of.k.pages, record.row_pages.size(), stream);
     of.k.pages = of.v.pages = aside_.data();
+    if (record.block == 0) return of;
+    copy_on_device(aside_.data() + row_width_, of.means.pages, mean_parts_of(record, 0), stream);
+    of.means.pages = aside_.data() + row_width_;
     return of;
   }
   void release_dropped(kept_segment& old, const segment_record& record) {
-    host_vector<index_t>& pages = old.record.row_pages;
-    const std::size_t left = old.elsewhere ? 0 : record.row_pages.size();
-    for (; pages.size() > left; pages.pop_back()) pool_->release_page(pages.back());
+    const auto drop = [&](host_vector<index_t>& pages, std::size_t left) {
+      for (; pages.size() > left; pages.pop_back()) pool_->release_page(pages.back());
+    };
+    drop(old.record.row_pages, old.rows_elsewhere ? 0 : record.row_pages.size());
+    drop(old.record.mean_pages, old.means_elsewhere ? 0 : record.mean_pages.size());
   }
 
   void share(segment_record& record, std::size_t entry) {
@@ -222,10 +224,23 @@ class packed_pages {
   std::size_t first_written(const segment_record& record, index_t shortest) const {
     return (std::min)(record.row_pages.size(), std::size_t(shortest / rows_in_page(record)));
   }
-  /// Whether the last page of means, which others hold too, has room for more.
-  bool copies_mean_page(const segment_record& record) const {
-    return record.block > 0 && blocks_of(record) % (mean_parts * means_in_part(record)) != 0 &&
-           is_shared(record.mean_pages.back());
+  /// The first page that means of more rows are written to. The mean of a block that is not whole is written anew.
+  std::size_t first_mean_page_written(const segment_record& record, index_t shortest) const {
+    if (record.block == 0) return 0;
+    return (std::min)(record.mean_pages.size(),
+                      std::size_t(shortest / record.block / (mean_parts * means_in_part(record))));
+  }
+  /// Leaves `wanted` pages, or others in their place where some are shared. Returns whether they are others.
+  bool keeps_elsewhere(host_vector<index_t>& pages, index_t wanted) const {
+    if (std::none_of(pages.begin(), pages.end(), [&](index_t page) { return is_shared(page); })) {
+      pages.resize(std::size_t(wanted));
+      return false;
+    }
+    host_vector<index_t> others;
+    others.reserve(std::size_t(wanted));
+    pool_->acquire_pages(wanted, others);
+    std::swap(pages, others);
+    return true;
   }
   static index_t pop(host_vector<index_t>& pages) {
     const index_t page = pages.back();

@@ -11,8 +11,8 @@ namespace cuda {
 
 /// An entry is a (layer, sequence). Its rows lie one behind the other in planes with room for `tokens` of every
 /// kv_head, and segments are windows of them, so the last one grows within its window. Means lie likewise: a segment
-/// begins with a new block. Windows have room for the longest rows, so a segment
-/// that is packed anew fits into its window.
+/// begins with a new block, and where rows are dropped, each one has room for a block more. Windows have room for the
+/// longest rows, so a segment that is packed anew fits into its window.
 /// Memory   all of it when made.
 ///
 /// Members of a memory of packed rows, this one and packed_pages:
@@ -27,7 +27,7 @@ namespace cuda {
 ///                                      yet; calls come in the order of those of `plan`
 ///   write_tables(entry, i, record, stream)   called when a segment's number has changed
 ///   moves_with_first_row               whether rows lie elsewhere when rows of segments before are dropped
-///   plan_keep(kept), forget(kept)      where what stays of a segment will lie; errors: too little memory
+///   plan_keep(kept), forget(kept)      where what stays of a segment and its means will lie; errors: too little memory
 ///   set_aside(segment, record, stream) the segment as it is read while its tables are written anew
 ///   release_dropped(old, record)       what a segment held and no longer holds
 ///   share(record, entry)               a copy of a segment, of that entry, holds the same memory where it can
@@ -40,17 +40,19 @@ class packed_planes {
   static constexpr packed_rows_in rows_in = packed_rows_in::planes;
 
   packed_planes(const segment_formats& formats, index_t layers, index_t sequences, index_t kv_heads, index_t tokens,
-                index_t)
+                index_t max_segments)
       : formats_(formats),
         heads_(kv_heads),
         k_(formats.widest_k, lanes(layers, sequences, kv_heads), tokens),
         v_(formats.widest_v, lanes(layers, sequences, kv_heads), tokens),
         means_(formats.widest_k, lanes(layers, sequences, kv_heads),
-               formats.block > 0 ? ceil_div(tokens, formats.least_block) : 0) {}
+               formats.block > 0 ? ceil_div(tokens, formats.least_block) + (formats.drops ? max_segments : 0) : 0) {}
 
-  void point(device_segment& to, std::size_t, std::size_t, const segment_record& record) const {
+  void point(device_segment& to, std::size_t, std::size_t i, const segment_record& record) const {
     const std::size_t lane = record.home * std::size_t(heads_);
-    const index_t first_mean = formats_.block > 0 ? record.first_row / formats_.least_block : 0;  // which divides it
+    // Where nothing is dropped, `least_block` divides first rows. Sequences that share a segment count it alike.
+    index_t first_mean = formats_.block > 0 ? record.first_row / formats_.least_block : 0;
+    if (formats_.drops && formats_.block > 0) first_mean += index_t(i);
     to.k = k_.vectors(lane, record.first_row, record.k), to.v = v_.vectors(lane, record.first_row, record.v);
     to.means = means_.vectors(lane, first_mean, record.k);
   }

@@ -93,6 +93,17 @@ class planned_packing : public noted_choices<Layout> {
     plan_rows(made, choice.owner, part, choice.due, this->left_of({whole, whole + heads_}, choice.due), &choice,
               stream);
   }
+  /// Whether rows that go on in the last basis join the last segment, behind a choice where there is one. Its blocks
+  /// must be whole. Where there is no room for another segment, rows join it whatever its blocks are.
+  bool joins(sequence_layer packed, const noted_choice* choice) const {
+    const auto& held = packed_.segments(packed);
+    if (!searches_.joins(packed, held)) return false;
+    const index_t block = with_.drops ? held.back().block : 0;
+    if (block <= 1 || index_t(held.size()) >= packed_.max_segments()) return true;
+    const index_t* const rows = choice ? choice->counts.data() + (held.size() - 1) * std::size_t(heads_)
+                                       : packed_.rows_by_head(packed, held.back());
+    return std::all_of(rows, rows + heads_, [&](index_t length) { return length % block == 0; });
+  }
   /// `by_head`: due rows, where heads are packed apart; `left`: bounds of the rows that stay whole.
   void plan_rows(packing_plan& made, sequence_layer owner, const due_part& part, const host_vector<index_t>& by_head,
                  const kept_bound& left, noted_choice* choice, cudaStream_t stream) {
@@ -100,15 +111,16 @@ class planned_packing : public noted_choices<Layout> {
     const auto& held = packed_.segments(packed);
     const index_t due = part.rows;
     const bool begins = part.begins(), cuts = begins && made.cuts;
-    if (begins || (due > 0 && !searches_.joins(packed, held)))
-      packed_.require_segments(index_t(held.size()) + layout_.rows.segments_of(due, cuts));
+    const bool joins = due > 0 && !begins && this->joins(packed, choice);
+    if (due > 0 && !joins) packed_.require_segments(index_t(held.size()) + layout_.rows.segments_of(due, cuts));
     if (this->drops(owner))
       this->require_rows(owner, choice, by_head.empty() ? host_vector<index_t>(std::size_t(heads_), due) : by_head,
-                         begins);
+                         !joins);
     if (choice && choice->drops_packed) packed_.plan_keep(packed, choice->counts.data(), choice->segments);
     made.owners.push_back(owner);
     made.left.push_back(left);
     made.due.push_back(due), made.by_head.push_back(by_head), made.begins.push_back(begins);
+    made.joins.push_back(joins);
     made.originals.push_back(begins ? host_vector<rows_before>{} : searches_.blocks_for(packed, due));
     packed_.make_room(packed, std::size_t(layout_.rows.segments_of(due, cuts)));
     made.apart.push_back({});
@@ -140,12 +152,17 @@ class planned_packing : public noted_choices<Layout> {
       if (made.begins[i]) {
         const segment_span<view_type> span{rows, owner.layer, first, count};
         packed_.begin_segment(packed, maker_.begin(made.apart[i], begun++, span, packed, stream), stream);
+      } else if (!made.joins[i]) {
+        packed_.begin_segment(packed, searches_.like(packed, packed_.segments(packed)).without_rows(), stream);
       }
-      packed_.grew_by_head(
-          packed, [&](index_t h) { return std::clamp(by_head[std::size_t(h)] - first, index_t(0), count); }, stream);
+      const auto added = [&](index_t h) { return std::clamp(by_head[std::size_t(h)] - first, index_t(0), count); };
+      packed_.grew_by_head(packed, added, stream);
+      const std::size_t last = packed_.segments(packed).size() - 1;
       made.problems.clear();
-      made.problems.push_back({rows, first, count, due_rows, index_t(packed_.segments(packed).size()) - 1});
+      made.problems.push_back({rows, first, count, due_rows, index_t(last)});
       maker_.encode(made.problems, stream);
+      const index_t* const all = packed_.rows_by_head(packed, packed_.segments(packed)[last]);
+      packed_.renew_means(packed, last, [&](index_t h) { return all[h] - added(h); }, stream);
     });
     if (choice) return whole_.keep(owner, {left, std::move(made.left[i])}, stream);
     made.oldest.push_back({whole_.view(owner), due, due_rows});
@@ -165,7 +182,7 @@ class planned_packing : public noted_choices<Layout> {
         if (made.begins[i])
           packed_.plan_rows(packed, maker_.record(made.memory, begun++), true, count);
         else
-          packed_.plan_rows(packed, searches_.like(packed, held), !searches_.joins(packed, held), count);
+          packed_.plan_rows(packed, searches_.like(packed, held), !made.joins[i], count);
       });
     }
   }
@@ -178,6 +195,8 @@ class planned_packing : public noted_choices<Layout> {
         return std::clamp(made.by_head[i][std::size_t(h)] - first, index_t(0), count);
       };
       if (made.begins[i]) return packed_.plan_rows_by_head(maker_.record(made.apart[i], begun++), nullptr, true, added);
+      if (!made.joins[i])
+        return packed_.plan_rows_by_head(searches_.like(packed, held).without_rows(), nullptr, true, added);
       const bool keeps = choice && choice->drops_packed;
       const index_t* const rows = choice ? choice->counts.data() + (held.size() - 1) * std::size_t(heads_)
                                          : packed_.rows_by_head(packed, held.back());
@@ -213,6 +232,11 @@ class planned_packing : public noted_choices<Layout> {
       made.problems.push_back({view(rows.owner), rows.first, rows.count, nullptr, rows.segment});
     maker_.encode(made.problems, stream);
     searches_.noted(made.problems, made.joining, packing_, stream);
+    for (std::size_t i = 0; with_.drops && i < made.joining.size(); ++i) {
+      const joining_rows& rows = made.joining[i];
+      packed_.renew_means(
+          packed_owner(rows.owner), std::size_t(rows.segment), [&](index_t) { return rows.stored; }, stream);
+    }
   }
 
   segment_searches<Layout, view_type> searches_;

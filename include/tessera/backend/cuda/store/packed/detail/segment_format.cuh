@@ -32,6 +32,7 @@ struct segment_formats {
   packed_format widest_k = k, widest_v = v;  ///< the longest rows that a segment may have, of as many channels
   index_t least_block = block;               ///< of any segment
   bool alike = true;                         ///< all are made by `k`, `v` and `block`
+  bool drops = false;                        ///< rows are dropped: each segment may end in a short block
 
   offset_t k_basis() const { return rotates ? offset_t(k.channels) * k_dim : 0; }  ///< floats of one head
   offset_t v_basis() const { return rotates ? offset_t(v.channels) * v_dim : 0; }
@@ -67,9 +68,10 @@ struct segment_record {
 /// What becomes of a segment when rows are dropped.
 struct kept_segment {
   segment_record record;
-  bool drops = false;      ///< rows of it
-  bool moves = false;      ///< its rows, in place or elsewhere
-  bool elsewhere = false;  ///< in pages: others hold its pages, so its rows get new ones
+  bool drops = false;  ///< rows of it
+  bool moves = false;  ///< its rows, in place or elsewhere
+  /// In pages: others hold its pages, so its rows, or its means, get new ones.
+  bool rows_elsewhere = false, means_elsewhere = false;
 };
 
 /// Bytes of a row of a format, and of the set that rows of a head share.
@@ -193,15 +195,25 @@ struct packing_layers {
   sequence_layer owner(sequence_layer of) const { return {number[std::size_t(of.layer)], of.id}; }
 };
 
+/// Segments of a sequence beyond `max_segments`, where tokens are dropped from blocks that have means: rows that follow
+/// a block that is not whole begin a segment.
+inline constexpr index_t segments_behind_choices = 32;
+/// The most segments that a sequence of `tokens` tokens has on the device.
+template <packing_layout Layout>
+index_t max_device_segments(const Layout& layout, index_t tokens, index_t block, bool drops) {
+  return max_segments(layout, tokens) + (drops && block > 1 ? segments_behind_choices : 0);
+}
+
 /// The formats of a layout's segments, with means of `block` rows; 0: without means.
 template <packing_layout Layout>
-segment_formats formats_of(const Layout& layout, index_t block) {
+segment_formats formats_of(const Layout& layout, index_t block, bool drops = false) {
   segment_formats made{layout.rows.key_format(),
                        layout.rows.value_format(),
                        Layout::k_dim,
                        Layout::v_dim,
                        block,
                        Layout::rows_type::basis_type::rotates};
+  made.drops = drops;
   if (!searches_strategies(layout)) return made;
   const auto widest = widest_rows(layout);
   made.widest_k = widest.key_format(), made.widest_v = widest.value_format();

@@ -158,7 +158,8 @@ struct packing_plan {
   host_vector<index_t> due;                         // rows of the longest head
   host_vector<host_vector<index_t>> by_head;        // the same of each head, where they are packed apart; else empty
   host_vector<bases_and_sets> apart;                // by owner, of new segments of heads that are packed apart
-  host_vector<bool> begins;                         // segments of their own, or they join the last one
+  host_vector<bool> begins;                         // segments in bases of their own, or they go on in the last one
+  host_vector<bool> joins;                          // the last segment, or one in its basis follows it
   host_vector<host_vector<rows_before>> originals;  // by owner: copies of rows that join a segment
   bool prompt_ends = false, cuts = false;           // cuts: rows that begin segments are cut into several
   host_vector<segment_span<View>> new_spans;        // of new segments

@@ -6,6 +6,7 @@
 
 #include "../../../../../core/host/host_vector.hpp"
 #include "../../../../../core/sequence_layer.hpp"
+#include "choices/keep_means.cuh"
 #include "choices/keep_segment.cuh"
 #include "segment_table.cuh"
 
@@ -135,6 +136,21 @@ class segment_store : public segment_table<Memory> {
     last.rows = *std::max_element(rows, rows + heads_);
   }
 
+  /// Called when before(head) rows of the i-th segment have become more. Makes the means of blocks that were not whole,
+  /// and of those behind them.
+  template <class Before>
+  void renew_means(sequence_layer owner, std::size_t i, const Before& before, cudaStream_t stream) {
+    const segment_record& record = segments(owner)[i];
+    const index_t* const rows = rows_by_head(owner, record);
+    bool changes = false;
+    for (index_t h = 0; record.block > 1 && h < heads_; ++h) {
+      const bool whole = before(h) % record.block == 0 || before(h) == rows[h];
+      first_slots_[std::size_t(h)] = whole ? ceil_div(rows[h], record.block) : before(h) / record.block;
+      changes = changes || !whole;
+    }
+    if (changes) cuda::renew_means(on_device(owner, i), first_slots_.data(), rows, heads_, stream);
+  }
+
   /// What `keep` will make of a sequence's segments; counts [segments, kv_heads], rows that stay.
   /// Errors   too little memory: tessera::error; `forget` releases what was planned before.
   void plan_keep(sequence_layer owner, const index_t* counts, host_vector<kept_segment>& plan) {
@@ -159,7 +175,7 @@ class segment_store : public segment_table<Memory> {
     plan.clear();
   }
   /// Keeps the chosen rows of every head, as planned. The others of a segment move next to each other, and segments
-  /// behind those before them.
+  /// behind those before them. Means of blocks that change are made anew.
   /// Shapes   chosen: ascending slots of every head, of which the first ones are packed; counts as for `plan_keep`.
   void keep(sequence_layer owner, const selection_view& chosen, const index_t* counts, host_vector<kept_segment>& plan,
             cudaStream_t stream) {
@@ -176,8 +192,10 @@ class segment_store : public segment_table<Memory> {
       const device_segment from = memory_.set_aside(segment(entry, s), record, stream);
       std::swap(record, plan[s].record);
       memory_.write_tables(entry, s, record, stream);
-      if (plan[s].moves)
-        keep_segment(from, segment(entry, s), chosen, {total, first_slots_.data(), counts}, heads_, stream);
+      const device_segment to = segment(entry, s);
+      const segment_slots slots{total, first_slots_.data(), counts};
+      if (plan[s].moves) keep_segment(from, to, chosen, slots, heads_, stream);
+      if (plan[s].drops && to.block > 0) keep_means(to, chosen, slots, heads_, stream);
       memory_.release_dropped(plan[s], record);
       for (index_t h = 0; h < heads_; ++h) first_slots_[std::size_t(h)] += std::exchange(rows[h], counts[h]);
       for (index_t h = 0; h < heads_; ++h) total[h] += counts[h];
@@ -279,7 +297,7 @@ class segment_store : public segment_table<Memory> {
     return record;
   }
 
-  host_vector<index_t> first_slots_;                 // [kv_heads], scratch of `keep`
+  host_vector<index_t> first_slots_;                 // [kv_heads], scratch
   host_vector<host_vector<segment_record>> copied_;  // by layer, of `plan_copy`
 };
 

@@ -96,18 +96,20 @@ class segment_table {
             "raise cache_options::tokens");
   }
 
-  /// The slots of chosen blocks, which are counted over all segments, and those of the whole rows behind them.
-  host_vector<index_t> slots_of_blocks(sequence_layer owner, const host_vector<index_t>& chosen, index_t end) const {
+  /// The slots of a head's chosen blocks, which are counted over all segments, and those of the `whole` rows behind
+  /// them.
+  host_vector<index_t> slots_of_blocks(sequence_layer owner, index_t head, const host_vector<index_t>& chosen,
+                                       index_t whole) const {
     host_vector<index_t> slots;
-    index_t first_block = 0;
+    index_t first_block = 0, slot = 0;
     for (const segment_record& segment : segments(owner)) {
-      for (index_t row = 0; row < segment.rows; ++row) {
-        if (std::binary_search(chosen.begin(), chosen.end(), first_block + row / segment.block))
-          slots.push_back(segment.first_row + row);
+      const index_t rows = rows_by_head(owner, segment)[head];
+      for (index_t row = 0; row < rows; ++row, ++slot) {
+        if (std::binary_search(chosen.begin(), chosen.end(), first_block + row / segment.block)) slots.push_back(slot);
       }
-      first_block += blocks_of(segment);
+      first_block += ceil_div(rows, segment.block);
     }
-    for (index_t slot = rows(owner); slot < end; ++slot) slots.push_back(slot);
+    for (const index_t end = slot + whole; slot < end; ++slot) slots.push_back(slot);
     return slots;
   }
 
@@ -121,10 +123,17 @@ class segment_table {
     }
     return total + rows * longest;
   }
-  /// Bytes of rows, means and bases of one entry; of a page that others hold too, its part.
+  /// Bytes of rows, means and bases of one entry; of a page that others hold too, its part. Segments that share a basis
+  /// stand together.
   offset_t bytes(sequence_layer owner) const {
     offset_t total = 0;
-    for (const segment_record& record : segments(owner)) total += memory_.bytes(record) + heads_ * basis_bytes();
+    const segment_record* last = nullptr;
+    for (const segment_record& record : segments(owner)) {
+      const bool shares =
+          last && last->k_basis == record.k_basis && last->k_set == record.k_set && last->v_set == record.v_set;
+      total += memory_.bytes(record) + (shares ? 0 : heads_ * basis_bytes());
+      last = &record;
+    }
     return total;
   }
   /// The most that a layer of `tokens` tokens takes in at most `segments` segments.

@@ -112,9 +112,10 @@ class whole_and_packed {
   host_vector<host_vector<index_t>> downloaded_positions(sequence_layer owner) const {
     return with_packed_positions(whole_.downloaded_positions(owner), packed_rows_of(owner), with_.positions);
   }
-  /// The slots of chosen blocks, and those behind them.
-  host_vector<index_t> slots_of_blocks(sequence_layer owner, const host_vector<index_t>& blocks) const {
-    return packed_.slots_of_blocks(packed_owner(owner), blocks, bound(owner).longest);
+  /// The slots of a head's chosen blocks, and those behind them.
+  host_vector<index_t> slots_of_blocks(sequence_layer owner, index_t head, const host_vector<index_t>& blocks) const {
+    const index_t whole = with_.drops ? whole_.stored(owner, head) : whole_.bound(owner).longest;
+    return packed_.slots_of_blocks(packed_owner(owner), head, blocks, whole);
   }
   offset_t peak_bytes() const { return whole_.peak_bytes() + packed_.bytes(); }
   capacity available() const {
@@ -156,8 +157,8 @@ class whole_and_packed {
     memory_type::check_pool(rows * whole_layout<Layout>::token_bytes());
     return rows;
   }
-  segment_formats formats() const { return formats_of(layout_, with_.mean_block); }
-  index_t segments() const { return max_segments(layout_, tokens_); }
+  segment_formats formats() const { return formats_of(layout_, with_.mean_block, with_.drops); }
+  index_t segments() const { return max_device_segments(layout_, tokens_, with_.mean_block, with_.drops); }
 };
 
 }  // namespace cuda

@@ -23,6 +23,18 @@ struct some_segment_slots {
   static constexpr index_t capacity = 64;
   index_t listed[capacity], first[capacity], count[capacity];
 };
+/// Calls launch(own, first, some) for the heads first, ..., first + some - 1 of `kv_heads`.
+template <class Launch>
+void in_some_heads(const segment_slots& slots, index_t kv_heads, const Launch& launch) {
+  for (index_t first = 0; first < kv_heads; first += some_segment_slots::capacity) {
+    some_segment_slots own{};
+    const index_t some = (std::min)(kv_heads - first, some_segment_slots::capacity);
+    std::copy_n(slots.listed + first, some, own.listed);
+    std::copy_n(slots.first + first, some, own.first);
+    std::copy_n(slots.count + first, some, own.count);
+    launch(own, first, some);
+  }
+}
 
 /// Copies `count` rows of `units` units each: unit `u` of row from(i) to unit `u` of row to(i). By one block, and in
 /// order: rows that are read lie behind all rows that have been written, or in other memory.
@@ -47,15 +59,10 @@ __device__ void move_rows(index_t count, index_t units, const From& from, const 
   }
 }
 
-/// blockIdx: x a kv_head behind `first_head`, y keys or values.
-template <int Threads>
-__global__ void __launch_bounds__(Threads)
-    keep_segment_entry(const __grid_constant__ device_segment from, const __grid_constant__ device_segment to,
-                       selection_view chosen, const __grid_constant__ some_segment_slots own, index_t first_head) {
-  const index_t at = index_t(blockIdx.x), head = first_head + at, count = own.count[at];
-  const packed_vectors &source = blockIdx.y == 0 ? from.k : from.v, &target = blockIdx.y == 0 ? to.k : to.v;
-  const index_t* const slots = chosen.row(head) + own.listed[at];
-  const auto row_of = [&](index_t i) { return slots[i] - own.first[at]; };
+/// Moves `count` vectors of a head: vector row_of(i) of `source` to vector i of `target`, in the same format.
+template <int Threads, class RowOf>
+__device__ void move_vectors(const packed_vectors& source, const packed_vectors& target, index_t head, index_t count,
+                             const RowOf& row_of) {
   move_rows<Threads, uint4>(
       count, value_stride(source.format.value_bytes()) / 16,
       [&](index_t i) { return source.values_of(head, row_of(i)); },
@@ -72,22 +79,46 @@ __global__ void __launch_bounds__(Threads)
   }
 }
 
+/// How many blocks of `block` rows keep all of their rows, before the first one that does not. A head keeps `count` of
+/// its `before` rows of a segment, whose slots begin at `first`.
+__device__ inline index_t unchanged_blocks(index_t block, index_t before, const index_t* slots, index_t first,
+                                           index_t count) {
+  if (count == before) return ceil_div(count, block);
+  index_t low = 0, high = count;  // the first rows keep their numbers
+  while (low < high) {
+    const index_t middle = low + (high - low) / 2;
+    slots[middle] - first == middle ? void(low = middle + 1) : void(high = middle);
+  }
+  return low / block;
+}
+
+/// blockIdx: x a kv_head behind `first_head`, y keys, values or means; of these the ones of unchanged blocks.
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    keep_segment_entry(const __grid_constant__ device_segment from, const __grid_constant__ device_segment to,
+                       selection_view chosen, const __grid_constant__ some_segment_slots own, index_t first_head) {
+  const index_t at = index_t(blockIdx.x), head = first_head + at, count = own.count[at], first = own.first[at];
+  const index_t* const slots = chosen.row(head) + own.listed[at];
+  if (blockIdx.y == 2) {
+    const index_t blocks = unchanged_blocks(from.block, from.rows[head], slots, first, count);
+    return move_vectors<Threads>(from.means, to.means, head, blocks, [](index_t i) { return i; });
+  }
+  move_vectors<Threads>(blockIdx.y == 0 ? from.k : from.v, blockIdx.y == 0 ? to.k : to.v, head, count,
+                        [&](index_t i) { return slots[i] - first; });
+}
+
 }  // namespace detail
 
 /// Moves the chosen rows of a segment to `to`, in their order: elsewhere, or in the same memory no further behind.
-/// Means do not move.
-/// Cost     a launch for 64 heads. A block moves the keys, or the values, of one head.
+/// Means move with blocks that keep their rows; `keep_means` makes the others.
+/// Cost     a launch for 64 heads. A block moves the keys, the values or the means of one head.
 inline void keep_segment(const device_segment& from, const device_segment& to, const selection_view& chosen,
                          const segment_slots& slots, index_t kv_heads, cudaStream_t stream) {
-  for (index_t first = 0; first < kv_heads; first += detail::some_segment_slots::capacity) {
-    detail::some_segment_slots own{};
-    const index_t some = (std::min)(kv_heads - first, detail::some_segment_slots::capacity);
-    std::copy_n(slots.listed + first, some, own.listed);
-    std::copy_n(slots.first + first, some, own.first);
-    std::copy_n(slots.count + first, some, own.count);
-    detail::keep_segment_entry<256><<<dim3(unsigned(some), 2), 256, 0, stream>>>(from, to, chosen, own, first);
+  detail::in_some_heads(slots, kv_heads, [&](const auto& own, index_t first, index_t some) {
+    const dim3 grid{unsigned(some), to.block > 0 ? 3u : 2u};
+    detail::keep_segment_entry<256><<<grid, 256, 0, stream>>>(from, to, chosen, own, first);
     check(cudaGetLastError(), "launch of keep_segment");
-  }
+  });
 }
 
 }  // namespace cuda

@@ -138,13 +138,13 @@ class noted_choices : public whole_and_packed<Layout> {
     }
     return all;
   }
-  /// As the base's; where tokens are dropped, a bound of the head with the most whole rows and of the one with the most
-  /// packed ones.
+  /// As the base's; where tokens are dropped, a bound of the head with the most whole rows and of the `attended` packed
+  /// ones of the head with the most.
   offset_t step_bytes(sequence_layer owner, offset_t attended) const {
     if (!drops(owner)) return base::step_bytes(owner, attended);
     const sequence_layer packed = packed_owner(owner);
     return whole_.bound(owner).longest * whole_layout<Layout>::token_bytes() +
-           packed_.read_bytes(packed, packed_.rows(packed), with_.mean_block > 0);
+           packed_.read_bytes(packed, (std::min<offset_t>)(packed_.rows(packed), attended), with_.mean_block > 0);
   }
   offset_t bytes(sequence_layer owner) const {
     offset_t rows = 0;
