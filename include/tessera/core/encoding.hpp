@@ -205,8 +205,8 @@ TESSERA_HD float encode_row(const Source* source, int dim, typename E::stored_ty
 
 /// The same of a row of blocks: `stride` is from block to block. Returns 1.
 template <encoding_by_block E, row_element Source>
-requires written_encoding<E> float encode_row(const Source* source, int dim, typename E::stored_type* target,
-                                              offset_t stride, float = 1) {
+requires written_encoding<E>
+float encode_row(const Source* source, int dim, typename E::stored_type* target, offset_t stride, float = 1) {
   using block = typename E::stored_type;
   for (int b = 0; b < dim / block::elements; ++b) {
     float values[block::elements];

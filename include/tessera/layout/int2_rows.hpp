@@ -5,13 +5,13 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// K and V in 2 bits an element. Neighbouring channels of a row form groups of 64, or of what divides both dims; a group
-/// has a lowest value and a step of its own, in fp16. `T` is what engines hand over and what kernels compute with.
+/// K and V in 2 bits an element. Neighbouring channels of a row form groups of 64, or of as many as divide both dims. A
+/// group has a lowest value and a step of its own, in fp16. `T` is what engines hand over and what is computed with.
 ///
-/// The error of an element is half a step, 1/6 of the group's range, and what fp16 rounds of its lowest value. A group
-/// with an element that is not finite, or beyond fp16, reads as NaN altogether.
-/// Bytes    a quarter of a byte an element and 4 a group: 0.156 of bf16 at 128.
-/// Paper    KIVI, arXiv:2402.02750: asymmetric, V by token. Differs: K by token, too, so that every token is stored when
+/// The error of an element is at most half a step, 1/6 of the group's range, and what fp16 rounds of its lowest
+/// value. A group with an element that is not finite, or beyond fp16, reads as NaN altogether.
+/// Bytes    a quarter of a byte an element, and 4 a group: 0.156 of bf16 at 128.
+/// Paper    KIVI, arXiv:2402.02750: asymmetric, V by token. Differs: K by token, too, so every token is stored when
 ///          it comes and nothing waits for a block.
 template <element T, int D, int Dv = D>
 struct int2_rows {

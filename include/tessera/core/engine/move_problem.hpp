@@ -50,9 +50,10 @@ template <class View, class E>
 struct append_problem {
   static_assert(!std::is_const_v<typename View::stored_type>,
                 "tessera: append writes to its view: a kv_view<E>, not a kv_view<const E>");
-  static_assert(written_encoding<typename View::encoding_type>,
-                "tessera: append writes rows of elements, and of blocks that can be made of them; the engine writes its "
-                "own blocks");
+  static_assert(
+      written_encoding<typename View::encoding_type>,
+      "tessera: append writes rows of elements, and of blocks that can be made of them; the engine writes its "
+      "own blocks");
   View view;                            ///< with memory for the new tokens; its lengths do not count them yet
   rows_view<const E> k, v;              ///< [sequences, tokens, kv_heads, dim]; on the device dim stride 1
   index_t* lengths = nullptr;           ///< the memory of view.lengths, or another of its strides; gets the new lengths

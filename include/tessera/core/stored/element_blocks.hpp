@@ -76,7 +76,8 @@ struct code_group {
   TESSERA_HD TESSERA_INLINE void decode(float* TESSERA_RESTRICT to) const {
     const float first = float(lowest), factor = float(step);
     for (int i = 0; i < Elements / per_byte; ++i) {
-      for (int j = 0; j < per_byte; ++j) to[i * per_byte + j] = first + factor * float((codes[i] >> (j * Bits)) & largest);
+      for (int j = 0; j < per_byte; ++j)
+        to[i * per_byte + j] = first + factor * float((codes[i] >> (j * Bits)) & largest);
     }
   }
   static code_group encode(const float* from) {

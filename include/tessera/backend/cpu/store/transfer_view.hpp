@@ -15,7 +15,8 @@ void transfer_view(const kv_view<T, D, Table, Dv>& view, Archive& archive) {
   using stored = typename view_type::stored_type;
   constexpr int k_units = view_type::k_units, v_units = view_type::v_units;
   offset_t bytes = 0;
-  for (index_t h = 0; h < view.kv_heads; ++h) bytes += saved_bytes_of<stored, k_units, v_units, scaled>(view.length(0, h));
+  for (index_t h = 0; h < view.kv_heads; ++h)
+    bytes += saved_bytes_of<stored, k_units, v_units, scaled>(view.length(0, h));
   archive.begin_array(std::size_t(bytes));
   for (index_t h = 0; h < view.kv_heads; ++h) {
     const index_t count = view.length(0, h);

@@ -22,8 +22,6 @@ class exact_reader : public reader_without_index<Recipe> {
   template <class View, class Q>
   offset_t choose(std::size_t, const View& all, const query_rows<Q>& queries, const logit_rule& rule,
                   const planned<Recipe>& policies, selection& chosen, executor& workers) {
-    using encoding = typename Recipe::layout_type::encoding_type;
-    using stored = typename encoding::stored_type;
     const auto& policy = policies.read;
     auto& [offsets, raw, finished_scores, pooled, scoring, top_k] = *workspace_;
     // A step of several tokens reads them all, so that each of them sees a key.
