@@ -54,9 +54,11 @@ class choose_by_blocks {
     const index_t pages = ceil_div(limits.capacity, scorer.page), tiles = ceil_div(pages, index_t(detail::tile_pages));
     stride_ = tiles * detail::tile_pages;
     key_stride_ = (pages + detail::page_rows::max_cuts + 3) / 4 * 4;
-    tiles_each_ = std::clamp(tiles * rows_ / (device.multiprocessors * 5), 1, 8);
+    // All blocks of a launch run at a time, if there are rows for no more: each reads the queries once.
+    const index_t resident = device.multiprocessors * detail::block_logits_blocks;
+    tiles_each_ = ceil_div(tiles, std::clamp(resident / rows_, index_t(1), tiles));
     tile_blocks_ = ceil_div(tiles, tiles_each_);
-    logits_shared_ = detail::block_shared<T, D>::bytes(query_rows_);
+    logits_shared_ = detail::block_shared<View, Scorer>::bytes(query_rows_);
     logits_entry_.require_shared(logits_shared_, device, "scores of blocks", "split the step");
     select_shared_ = std::size_t(key_stride_) * 4;
     resident_ = select_entry_.allow_shared(select_shared_, device);
