@@ -1,5 +1,5 @@
 // A second stage over an engine's own blocks on the CPU: the index by block and what a step reads by it, against an oracle
-// in double, against the index by row, and against Quest's own cache.
+// in double, and against the index by row.
 #include "catch.hpp"
 
 #include <cstring>
@@ -8,12 +8,10 @@
 #include <tessera/backend/cpu/read/extrema/block_index.hpp>
 #include <tessera/backend/cpu/read/extrema/choose_by_blocks.hpp>
 #include <tessera/backend/cpu/read/extrema/page_index.hpp>
-#include <tessera/methods/quest.hpp>
 #include <tessera/scorer/hybrid_min_max.hpp>
 #include <tessera/scorer/page_min_max.hpp>
 #include <tessera/selector/tokens_or_pages.hpp>
 #include <tessera/selector/top_pages.hpp>
-#include <tessera/tessera.hpp>
 
 #include "support/engine/block_engine.hpp"
 
@@ -306,58 +304,49 @@ TEST_CASE("attention over what is chosen reads an engine's blocks, slots of ever
   }
 }
 
-TEST_CASE("steps over an engine's blocks have the outputs of Quest's own cache") {
-  constexpr index_t kv_heads = 2, group = 3, q_heads = 6, dim = 64, prompt = 333, steps = 40, budget = 128;
-  quest<fp32, dim> recipe;
-  recipe.set_budget(budget);
-  cache<quest<fp32, dim>> kv({1, q_heads, kv_heads}, recipe, std::make_shared<cpu::executor>(1));
-  support::rng random(307);
-  block_engine<fp32, dim> engine;
-  engine.kv_heads = kv_heads;
-  engine.group = group;
-  engine.lengths = {prompt + steps};
-  engine.max_blocks = engine.blocks = ceil_div(prompt + steps, 16);
-  for (index_t i = 0; i < engine.blocks; ++i) engine.table.push_back((i * 5 + 3) % engine.blocks);
-  engine.pool.assign(std::size_t(engine.blocks * 16 * kv_heads) * 2 * dim, fp32(0));
-  const auto k = support::normals(random, std::size_t(prompt + steps) * kv_heads * dim);
-  const auto v = support::normals(random, k.size());
-  const auto q = support::normals(random, std::size_t(prompt + steps) * q_heads * dim);
-  for (index_t t = 0; t < prompt + steps; ++t) {
-    for (index_t h = 0; h < kv_heads; ++h) {
-      for (int d = 0; d < dim; ++d) {
-        engine.key(0, h, t, d) = k[std::size_t((t * kv_heads + h) * dim + d)];
-        engine.value(0, h, t, d) = v[std::size_t((t * kv_heads + h) * dim + d)];
-      }
+TEST_CASE("a table in CSR form finds the same pages") {
+  support::rng random(309);
+  for (index_t i = 0; i < support::scaled(40); ++i) {
+    const auto engine = random_engine<fp32, 64>(random);
+    const auto dense = engine.view(engine.host());
+    kv_view<const fp32, 64, csr_table> view;
+    std::vector<index_t> indptr{0}, indices;
+    for (index_t b = 0; b < engine.sequences; ++b) {
+      const auto from = engine.table.begin() + b * engine.max_blocks;
+      indices.insert(indices.end(), from, from + ceil_div(engine.lengths[std::size_t(b)], engine.block));
+      indptr.push_back(index_t(indices.size()));
     }
-  }
-  const auto rows = [&](const std::vector<float>& x, index_t first, index_t tokens, index_t heads) {
-    return nhd_rows<const float>(x.data() + std::size_t(first) * std::size_t(heads) * dim, tokens, heads, dim);
-  };
-  const index_t id = kv.open();
-  kv.prefill(0, id, rows(q, 0, prompt, q_heads), rows(k, 0, prompt, kv_heads), rows(v, 0, prompt, kv_heads));
-  kv.end_prefill(id);
-  auto memory = filled<fp32>(engine.index_elements(16), 0xff);
-  index_t indexed = 0;
-  std::vector<float> want(q_heads * dim), got(q_heads * dim);
-  cpu::decode_workspace attending;
-  for (index_t t = prompt; t < prompt + steps; ++t) {
-    const batch step = kv.prepare_step({id}, 1);
-    kv.decode(0, step, rows(q, t, 1, q_heads), rows(k, t, 1, kv_heads), rows(v, t, 1, kv_heads),
-              nhd_rows(want.data(), 1, q_heads, dim));
-    engine.lengths = {t + 1};
-    engine.first = {t};
-    engine.q.assign(q.begin() + t * q_heads * dim, q.begin() + (t + 1) * q_heads * dim);
-    auto p = indexing(engine, memory, 16);
-    p.first_slots = &indexed;
-    cpu::index_blocks(p, workers());
-    indexed = t + 1;
-    const auto chosen = choose(engine, memory, page_min_max{16, dim}, top_pages{16}, budget / 2);
-    REQUIRE(chosen.counts[0] <= budget / 2);
-    const selection_view selected = chosen.view();
-    cpu::decode_attention(engine.view(engine.host()),
-                          cpu::query_rows<fp32>{engine.queries(engine.host()), engine.first.data()}, logit_rule{},
-                          &selected, {nhd_rows(got.data(), 1, q_heads, dim), {}}, attending, workers());
-    REQUIRE(std::memcmp(want.data(), got.data(), want.size() * sizeof(float)) == 0);
+    view.k = dense.k;
+    view.k_strides = dense.k_strides;
+    view.sequences = engine.sequences;
+    view.kv_heads = engine.kv_heads;
+    view.lengths = dense.lengths;
+    view.length_strides = {1, 0};
+    view.table = {indptr.data(), indices.data(), engine.block};
+    auto memory = filled<fp32>(engine.index_elements(8), 0xff), same = memory;
+    cpu::index_blocks(indexing(engine, memory, 8), workers());
+    cpu::index_blocks(index_blocks_problem<decltype(view)>{.view = view, .index = index_of(engine, same, 8)},
+                      workers());
+    REQUIRE(std::memcmp(memory.data(), same.data(), memory.size() * sizeof(fp32)) == 0);
+    const auto want = choose(engine, memory, page_min_max{8, 64}, top_pages{8}, 24);
+    std::vector<index_t> slots(want.slots.size()), counts(want.counts.size());
+    choose_by_blocks_problem<decltype(view)> p;
+    p.view = view;
+    p.index = index_of(engine, same, 8);
+    p.read = 24;
+    p.q = engine.queries(engine.host());
+    p.first_position = engine.first.data();
+    p.rule = engine.rule;
+    p.out = slots.data();
+    p.out_stride = want.stride;
+    p.counts = counts.data();
+    host_vector<cpu::page_workspace<64>> workspaces;
+    cpu::choose_by_blocks(p, page_min_max{8, 64}, top_pages{8}, workspaces, workers());
+    REQUIRE(counts == want.counts);
+    for (index_t row = 0; row < engine.rows(); ++row) {
+      const auto chosen = want.row(row);
+      REQUIRE(std::equal(chosen.begin(), chosen.end(), slots.begin() + row * want.stride));
+    }
   }
 }
 
