@@ -111,6 +111,29 @@ def test_sequences_share_the_index_of_a_common_prefix(device, dtype):
 
 
 @pytest.mark.parametrize("device, dtype", PLACES, ids=str)
+def test_heads_with_tables_of_their_own(device, dtype):
+    """Pages of one head: the index has a row for each of them, and the choice is that of pages of all heads."""
+    engine, pages = engine_of(device, dtype), operations(device, dtype, "quest", BUDGET)
+    engine.append(pages, [250, 90, 129])
+    layer, newest = engine.layers[0], engine.numbers([249, 89, 128])
+    q = engine.rows(engine.q, 0, newest.tolist(), [1] * 3)
+    index = pages.empty_index(layer).fill_(torch.nan)
+    pages.index_pages(layer, index)
+    want = pages.choose_to_read(0, layer, index, q, newest)
+    split = [x.transpose(1, 2).reshape(PAGES * KV_HEADS, PAGE, 1, DIM).contiguous() for x in layer[:2]]
+    heads = torch.arange(KV_HEADS, device=device, dtype=torch.int32)[None, :, None]
+    own = PagedLayer(*split, (layer.tables[:, None] * KV_HEADS + heads).contiguous(), layer.lengths)
+    by_head = pages.empty_index(own).fill_(torch.nan)
+    pages.index_pages(own, by_head)
+    assert torch.equal(by_head.reshape(index.shape).view(torch.uint8), index.view(torch.uint8))
+    got = pages.choose_to_read(0, own, by_head, q, newest)
+    assert torch.equal(got[1], want[1])
+    for b in range(3):
+        for h in range(KV_HEADS):
+            assert torch.equal(got[0][b, h, :int(got[1][b, h])], want[0][b, h, :int(got[1][b, h])])
+
+
+@pytest.mark.parametrize("device, dtype", PLACES, ids=str)
 def test_drafts_write_over_rejected_ones_and_steps_of_several_tokens(device, dtype):
     engine, pages = engine_of(device, dtype), operations(device, dtype, "quest", BUDGET)
     engine.append(pages, [250, 100, 40])
@@ -193,7 +216,7 @@ def test_methods_that_choose_tokens_by_pages(device, dtype, method, more):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("order", ["nhd", "hnd"])
-def test_a_graph_of_a_step_follows_tables_and_lengths(order):
+def test_a_cuda_graph_of_a_step_follows_tables_and_lengths(order):
     engine, pages = engine_of("cuda", torch.bfloat16, order), operations("cuda", torch.bfloat16, "quest", BUDGET)
     engine.append(pages, [250, 20, 129])
     layer = engine.layers[0]

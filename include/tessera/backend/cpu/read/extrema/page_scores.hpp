@@ -123,8 +123,8 @@ void add_channels(const float* q, const host_vector<index_t>& channels, const Co
   }
 }
 
-/// The extrema of a tile of one head's pages, from an index by row. `load` writes tile_tokens values of a channel,
-/// zeros behind the last page.
+/// The extrema of a tile of one head's pages, from an index by row. `load` writes tile_tokens values of every wanted
+/// channel to columns [channels, tile_tokens], zeros behind the last page.
 template <class T, int D>
 struct row_extrema {
   const page_extrema_view<const T, D>& index;
@@ -135,17 +135,23 @@ struct row_extrema {
   row_extrema(const View& view, const page_extrema_view<const T, D>& index_, index_t sequence, index_t head)
       : index(index_), row(offset_t(sequence) * view.kv_heads + head) {}
   void move_to(index_t begin_, index_t count_) { begin = begin_, count = count_; }
-  void load(bool upper, int channel, float* to) const {
-    const T* const from = (upper ? index.upper(row, channel) : index.lower(row, channel)) + begin;
-    for (index_t p = 0; p < tile_tokens; ++p) to[p] = p < count ? float(from[p]) : 0.0f;
+  template <class Wanted>
+  void load(bool upper, const host_vector<index_t>& channels, const Wanted& wanted, float* columns) const {
+    for (std::size_t i = 0; i < channels.size(); ++i) {
+      if (!wanted(i)) continue;
+      const T* const from = (upper ? index.upper(row, channels[i]) : index.lower(row, channels[i])) + begin;
+      for (index_t p = 0; p < tile_tokens; ++p) columns[i * tile_tokens + p] = p < count ? float(from[p]) : 0.0f;
+    }
   }
 };
 
-/// The same from an index by block, through the view's table.
+/// The same from an index by block, through the view's table. Pages are read whole, one after the other: in a pool they
+/// lie a power of two apart, and elements of many pages at a time would displace one another from the cache.
 template <class View>
 struct block_extrema_of {
   using T = typename View::element_type;
   using index_type = block_extrema_view<const T, View::k_dim>;
+  static constexpr int D = View::k_dim, pages_at_once = 8;
   const View& view;
   const index_type& index;
   index_t sequence, head;
@@ -161,9 +167,27 @@ struct block_extrema_of {
       pages[p] = index.lower(address.outer, index_t(address.row / index.page), head);
     }
   }
-  void load(bool upper, int channel, float* to) const {
-    const offset_t at = channel + (upper ? index.side : 0);
-    for (index_t p = 0; p < tile_tokens; ++p) to[p] = p < count ? float(pages[p][at]) : 0.0f;
+  template <class Wanted>
+  void load(bool upper, const host_vector<index_t>& channels, const Wanted& wanted, float* columns) const {
+    alignas(64) float rows[pages_at_once][D];
+    for (index_t first = 0; first < tile_tokens; first += pages_at_once) {
+      for (index_t j = first + pages_at_once; !upper && j < (std::min)(count, first + 2 * pages_at_once); ++j) {
+        prefetch_row<D>(pages[j]);
+        prefetch_row<D>(pages[j] + index.side);
+      }
+      for (index_t j = 0; j < pages_at_once; ++j) {
+        if (first + j < count) {
+          load_row<D>(pages[first + j] + (upper ? index.side : 0), 1, rows[j]);
+        } else {
+          std::fill_n(rows[j], D, 0.0f);
+        }
+      }
+      for (std::size_t i = 0; i < channels.size(); ++i) {
+        if (!wanted(i)) continue;
+        for (index_t j = 0; j < pages_at_once; ++j)
+          columns[i * tile_tokens + std::size_t(first + j)] = rows[j][channels[i]];
+      }
+    }
   }
 };
 
@@ -190,10 +214,9 @@ void page_products(Extrema extrema, bool single, const Scorer& scorer, index_t p
   float* upper = single ? lower : lower + channels * tile_tokens;
   for (index_t begin = 0; begin < pages; begin += tile_tokens) {
     extrema.move_to(begin, (std::min<index_t>)(tile_tokens, pages - begin));
-    for (std::size_t i = 0; i < channels; ++i) {
-      const int c = query.channels[i];
-      if (query.lower[i] || single) extrema.load(false, c, lower + i * tile_tokens);
-      if (query.upper[i] && !single) extrema.load(true, c, upper + i * tile_tokens);
+    extrema.load(false, query.channels, [&](std::size_t i) { return query.lower[i] || single; }, lower);
+    if (!single) {
+      extrema.load(true, query.channels, [&](std::size_t i) { return query.upper[i] != 0; }, upper);
     }
     for (index_t r = 0; r < query.rows(); ++r) {
       const auto column = [&](std::size_t i) {
