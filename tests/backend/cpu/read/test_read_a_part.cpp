@@ -45,8 +45,8 @@ struct part_reader {
   /// One token of each sequence, stored and indexed: q, out [sequences, 1, q_heads, dim].
   void attend(const view_type& view, const rows_view<const fp32>& q, const index_t* first_position,
               const rows_view<float>& out, cpu::executor& workers) {
-    const index_t rows = view.sequences * view.kv_heads, most = read + 2 * page;  // at least max_chosen_slots
-    std::vector<index_t> slots(std::size_t(rows * most)), counts(std::size_t(rows), 0);
+    const index_t rows = view.sequences * view.kv_heads, max_chosen = read + 2 * page;
+    std::vector<index_t> slots(std::size_t(rows * max_chosen)), counts(std::size_t(rows), 0);
     choose_by_blocks_problem<view_type> p;
     p.view = view;
     p.index = index_of(view);
@@ -54,10 +54,10 @@ struct part_reader {
     p.q = q;
     p.first_position = first_position;
     p.out = slots.data();
-    p.out_stride = most;
+    p.out_stride = max_chosen;
     p.counts = counts.data();
     cpu::choose_by_blocks(p, scorer, top_pages{page}, choosing, workers);
-    const selection_view chosen{slots.data(), counts.data(), nullptr, most};
+    const selection_view chosen{slots.data(), counts.data(), nullptr, max_chosen};
     cpu::decode_attention(view, cpu::query_rows<fp32>{q, first_position}, logit_rule{}, &chosen, {out, {}}, attending,
                           workers);
   }

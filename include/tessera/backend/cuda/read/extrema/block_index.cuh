@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(index_threads)
   for (index_t page = plan.page_of(first) + index_t(blockIdx.x) * pages + local; page < end; page += step) {
     const index_t begin = page * plan.page, slots = (min)(plan.page, n - begin);
     slot_address address = p.view.table.locate(sequence, head, begin);
-    T* const to = p.index.lower(address.outer, plan.page_of(index_t(address.row)), head) + channel;
+    T* const lower = p.index.lower(address.outer, plan.page_of(index_t(address.row)), head) + channel;
     float low[chunk], high[chunk];
 #pragma unroll
     for (int e = 0; e < chunk; ++e) low[e] = high[e] = not_a_number;
@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(index_threads)
     for (int e = 0; e < chunk; ++e) packed[0][e] = T(low[e]), packed[1][e] = T(high[e]);
     uint4 raw[2];
     __builtin_memcpy(raw, packed, sizeof(raw));
-    *reinterpret_cast<uint4*>(to) = raw[0];
-    *reinterpret_cast<uint4*>(to + p.index.side) = raw[1];
+    *reinterpret_cast<uint4*>(lower) = raw[0];
+    *reinterpret_cast<uint4*>(lower + p.index.side) = raw[1];
   }
 }
 
@@ -88,9 +88,9 @@ void index_blocks(const index_blocks_problem<View>& p, cudaStream_t stream) {
   require_rows_on_16_bytes("the larger values of the index", p.index.data, {p.index.side, 0, 0, 1});
   const index_t usual = p.new_tokens > 0 ? p.new_tokens : (std::max)(1, p.pool.max_blocks) * p.view.table.page;
   constexpr int lanes = View::k_dim / detail::elements_of_16_bytes<typename View::element_type>;
-  const index_t pages = ceil_div(usual, p.index.page) + 1, each = detail::index_threads / lanes;
+  const index_t pages = ceil_div(usual, p.index.page) + 1, pages_of_block = detail::index_threads / lanes;
   detail::index_blocks_entry<View>
-      <<<dim3(unsigned(ceil_div(pages, each)), unsigned(rows)), detail::index_threads, 0, stream>>>(
+      <<<dim3(unsigned(ceil_div(pages, pages_of_block)), unsigned(rows)), detail::index_threads, 0, stream>>>(
           p, read_plan(1, p.index.page));
   check(cudaGetLastError(), "launch of index_blocks");
 }

@@ -32,7 +32,7 @@ inline constexpr int block_logits_blocks = 2;  // of a multiprocessor
 template <class View, class Scorer>
 __global__ void __launch_bounds__(page_threads, block_logits_blocks)
     block_logits_entry(const __grid_constant__ choose_by_blocks_problem<View> p, Scorer scorer, read_plan plan,
-                       read_plan* plans, const __grid_constant__ page_scratch to) {
+                       read_plan* plans, const __grid_constant__ page_scratch scratch) {
   using T = typename View::element_type;
   constexpr int D = View::k_dim;
   using shared = block_shared<View, Scorer>;
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(page_threads, block_logits_blocks)
   plan.tail = (min)(plan.tail, plan.read);
   if (blockIdx.x == 0 && head == 0 && thread == 0) plans[sequence] = plan;
   const index_t n = p.view.length(sequence, head), pages = plan.pages_of(n);
-  const index_t run_pages = to.tiles_each * tile_pages, next_run = index_t(gridDim.x) * run_pages;
+  const index_t run_pages = scratch.tiles_each * tile_pages, next_run = index_t(gridDim.x) * run_pages;
   const index_t first_run = index_t(blockIdx.x) * run_pages;
   if (first_run >= pages || n <= plan.read) return;
 
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(page_threads, block_logits_blocks)
   T* const q = reinterpret_cast<T*>(bytes);
   const int channels = (min)(plan.channels, index_t(D));
   read_page_query<page_threads>(s, q, p, scorer, channels, sequence, head, n);
-  if (blockIdx.x == 0 && thread < p.q.tokens) to.runs[row * max_step_tokens + thread] = s.runs[thread];
+  if (blockIdx.x == 0 && thread < p.q.tokens) scratch.runs[row * max_step_tokens + thread] = s.runs[thread];
   auto* const sums = reinterpret_cast<float*>(bytes + shared::sums_at(rows));  // [chunk_rows, pitch]
   auto* const masks = reinterpret_cast<unsigned*>(bytes + shared::masks_at(rows));
   for (int c = thread; c < rows_type::chunks; c += page_threads) {
@@ -71,15 +71,15 @@ __global__ void __launch_bounds__(page_threads, block_logits_blocks)
     __syncthreads();  // weights in shared memory are there
     for (index_t first = first_run; first < pages; first += next_run) {
       const index_t begin = first / tile_pages, end = ceil_div((min)(pages, first + run_pages), index_t(tile_pages));
-      typename rows_type::pages at = products.find(begin, pages);
+      typename rows_type::pages found = products.find(begin, pages);
       for (index_t tile = begin; tile < end; ++tile) {
-        products.run(at, held, sums);
-        if (tile + 1 < end) at = products.find(tile + 1, pages);  // arrives while this tile is finished
+        products.run(found, held, sums);
+        if (tile + 1 < end) found = products.find(tile + 1, pages);  // arrives while this tile is finished
         __syncthreads();
         for (index_t r = warp; r < held; r += page_warps) {
           finish_tile<Scorer>(*reinterpret_cast<const float4*>(sums + r * rows_type::pitch + lane * 4), p.rule,
                               s.scale[first_row + r], s.usable[first_row + r], s.runs[(first_row + r) / group], n,
-                              plan.page, pages, tile, row, first_row + r, to);
+                              plan.page, pages, tile, row, first_row + r, scratch);
         }
         __syncthreads();  // before the next tile's sums, or the next rows' weights, overwrite these
       }

@@ -61,10 +61,10 @@ struct block_rows {
   /// Sixteen bytes of either side; pages of one slot have one side.
   __device__ void load(const T* row, int c, uint4& lower, uint4& upper) const {
     const bool there = row != nullptr && c < chunks && (!partial || masks[c] != 0);
-    const T* const from = row + c * chunk;
-    lower = there ? __ldg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
+    const T* const begin = row + c * chunk;
+    lower = there ? __ldg(reinterpret_cast<const uint4*>(begin)) : make_uint4(0, 0, 0, 0);
     upper =
-        there && plan.page > 1 ? __ldg(reinterpret_cast<const uint4*>(from + p.index.side)) : make_uint4(0, 0, 0, 0);
+        there && plan.page > 1 ? __ldg(reinterpret_cast<const uint4*>(begin + p.index.side)) : make_uint4(0, 0, 0, 0);
   }
   /// What a query row multiplies a channel's sides with.
   __device__ void weigh(index_t r, index_t rows, int d, float& lower, float& upper) const {
@@ -93,12 +93,12 @@ struct block_products : block_rows<View, Scorer> {
   __device__ void prepare(index_t first, index_t rows) {
     for (int i = threadIdx.x; i < D * chunk_rows; i += page_threads) {
       const int d = i / chunk_rows, r = i % chunk_rows;
-      float* const to = weights + (d + d / chunk) * chunk_rows + r;
-      base::weigh(first + r, rows, d, to[0], to[side_rows * chunk_rows]);
+      float* const weight = weights + (d + d / chunk) * chunk_rows + r;
+      base::weigh(first + r, rows, d, weight[0], weight[side_rows * chunk_rows]);
     }
   }
   /// Writes a tile's products with `held` rows to `sums`.
-  __device__ void run(const pages& at, index_t held, float* sums) const {
+  __device__ void run(const pages& tile, index_t held, float* sums) const {
     float acc[lane_pages][chunk_rows] = {};
 #pragma unroll 2
     for (int c = lane % 4; c < chunks; c += 4) {
@@ -106,17 +106,17 @@ struct block_products : block_rows<View, Scorer> {
 #pragma unroll
       for (int i = 0; i < lane_pages; ++i) {
         uint4 raw[2];
-        base::load(at.row[i], c, raw[0], raw[1]);
+        base::load(tile.row[i], c, raw[0], raw[1]);
         floats_of<T>(raw[0], low[i]), floats_of<T>(raw[1], high[i]);
       }
 #pragma unroll
       for (int e = 0; e < chunk; ++e) {
         if (base::partial && (base::masks[c] >> e & 1) == 0) continue;
-        const auto* of = reinterpret_cast<const float4*>(weights) + (c * (chunk + 1) + e) * halves;
+        const auto* channel_weights = reinterpret_cast<const float4*>(weights) + (c * (chunk + 1) + e) * halves;
 #pragma unroll
         for (int half = 0; half < halves; ++half) {
           if (half > 0 && held <= 4) continue;
-          const float4 lower = of[half], upper = of[side_rows * halves + half];
+          const float4 lower = channel_weights[half], upper = channel_weights[side_rows * halves + half];
 #pragma unroll
           for (int i = 0; i < lane_pages; ++i) {
             acc[i][half * 4] += lower.x * low[i][e] + upper.x * high[i][e];
@@ -170,7 +170,7 @@ struct block_matrices : block_rows<View, Scorer> {
       }
     }
   }
-  __device__ void run(const pages& at, index_t held, float* sums) const {
+  __device__ void run(const pages& tile, index_t held, float* sums) const {
     float acc[4] = {};
 #pragma unroll
     for (int first = 0; first < turns; first += at_once) {
@@ -179,7 +179,7 @@ struct block_matrices : block_rows<View, Scorer> {
       for (int u = 0; u < at_once; ++u) {
 #pragma unroll
         for (int i = 0; i < lane_pages; ++i)
-          base::load(at.row[i], (first + u) * 4 + lane % 4, raw[u][0][i], raw[u][1][i]);
+          base::load(tile.row[i], (first + u) * 4 + lane % 4, raw[u][0][i], raw[u][1][i]);
       }
 #pragma unroll
       for (int u = 0; u < at_once; ++u) {
