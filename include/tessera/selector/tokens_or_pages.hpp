@@ -35,4 +35,17 @@ struct tokens_or_pages {
 
 static_assert(check_selector<tokens_or_pages>());
 
+/// What a selector chooses behind an estimate of pages.
+template <class Selector>
+constexpr selection_unit unit_chosen_by(const Selector& selector) {
+  constexpr bool says = requires { selector.choice; }, tokens = std::is_same_v<Selector, top_tokens>;
+  static_assert(says || tokens || std::is_same_v<typename Selector::unit, page_unit>,
+                "tessera: an estimate chooses tokens or whole pages");
+  if constexpr (says) {
+    return selector.choice;
+  } else {
+    return tokens ? selection_unit::token : selection_unit::page;
+  }
+}
+
 TESSERA_NAMESPACE_END

@@ -46,7 +46,8 @@ tessera_torch::any_pages* tessera_torch_make_pages(const tessera_torch::cache_re
   return new tessera_torch::%s_pages<recipe_type>(request);
 }
 """
-OPERATORS = ("operators.cpp", "session_operators.cpp", "pages/page_operators.cpp", "pages/observation_operators.cpp")
+OPERATORS = ("operators.cpp", "session_operators.cpp", "pages/page_operators.cpp", "pages/observation_operators.cpp",
+             "pages/reading_operators.cpp")
 MAY_COMPILE = True  # False within an engine's process: what is not there is then refused
 NO_POLICIES = ("backend", "concepts", "core", "math", "methods", "runtime")
 

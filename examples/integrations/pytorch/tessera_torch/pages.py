@@ -1,4 +1,4 @@
-"""A method's first stage over pages that an engine owns: observe, choose, pack, free, attend. No cache, and no transformers.
+"""A method over pages that an engine owns: observe, choose, pack, free, index, read, attend. No cache, and no transformers.
 
 The engine has the pools, tables, lengths and positions; everything here reads and changes these tensors where they lie, on
 the current stream, and allocates what it returns.
@@ -19,7 +19,8 @@ class PagedLayer(typing.NamedTuple):
                 a row lie side by side
     tables:     [sequences, blocks], or [sequences, kv_heads, blocks] over pages of one head (kv_heads of k is then 1)
     lengths:    [sequences, kv_heads]: every head has a length of its own
-    positions:  [sequences, kv_heads, at least blocks * page], of the stored tokens, ascending
+    positions:  [sequences, kv_heads, at least blocks * page], of the stored tokens, ascending; None: slots are positions, while
+                nothing has been packed
     scores:     torch.float32 like positions, for methods whose scores accumulate beside the tokens (None: none); 0 for a new token
 
     Contiguous memory [sequences, tokens, kv_heads, dim] is a pool of one page a sequence: tables = arange(sequences)[:, None].
@@ -28,7 +29,7 @@ class PagedLayer(typing.NamedTuple):
     v: torch.Tensor
     tables: torch.Tensor
     lengths: torch.Tensor
-    positions: torch.Tensor
+    positions: torch.Tensor | None = None
     scores: torch.Tensor | None = None
 
 
@@ -58,7 +59,7 @@ class PageOperations:
             self._handle = self._operators.pages_open(
                 str(path), layers, q_heads, kv_heads, list(sliding_layers), sliding_window, scale, softcap, budget,
                 settings, prompt, sink_logits, table, [float(speed) for speed in rope_frequencies])
-        self._q_heads, self._dim, self._device = q_heads, dim, device
+        self._q_heads, self._dim, self._device, self._room = q_heads, dim, device, {}
         weakref.finalize(self, self._operators.pages_close, self._handle.item())
 
     def append(self, layer, k, v, first_position, new_tokens=None):
@@ -144,6 +145,45 @@ class PageOperations:
         free, and slots of later tokens stay where a table by position has them (vLLM).
         """
         self._operators.pages_pack(self._handle, *layer, slots, counts, ends)
+
+    @property
+    def index_page(self):
+        """Tokens of a page of the index: it divides the engine's page. ValueError for a method whose steps do not choose so, and for
+        one whose page the budget decides: give it `page`."""
+        return self._operators.pages_index_page(self._handle)
+
+    def empty_index(self, layer):
+        """Memory for the index of one layer's pool: [pages * parts of a page, kv_heads, 2, dim], smallest and largest keys.
+
+        Part p of page b is number b * parts + p. An engine may allocate it itself, in any strides but between a row's elements;
+        what it holds of pages that nobody has is never read.
+        """
+        k = layer.k
+        return k.new_zeros(k.shape[0] * (k.shape[1] // self.index_page), k.shape[2], 2, k.shape[3])
+
+    def index_pages(self, layer, index, first=None, new_tokens=0):
+        """Brings the index up to date with keys that the engine has written, in place.
+
+        first [sequences]: the slot of the first new token (None: every slot is new, or has moved). lengths count the new tokens;
+        pages with a new slot are made from all of their keys, so that a call may be repeated, and rejected drafts written over.
+        Pages that sequences share, behind whole pages of a common prefix, need no new call.
+        new_tokens: the most that a sequence has got, as far as the host knows: a GPU's launch is made for it. More are indexed too.
+        """
+        self._operators.pages_index(self._handle, *layer, index, first, new_tokens)
+
+    def choose_to_read(self, index_of_layer, layer, index, q, first_position, reads=None):
+        """What a step reads of a layer, by its index -> slots [sequences, kv_heads, room], counts [sequences, kv_heads].
+
+        The slots are those that the method's own cache attends. Pass them to `attend`, which reads no other page.
+        q [sequences, 1 to 8 tokens, q_heads, dim], whose keys are stored and indexed; first_position [sequences]: of its first;
+        reads [sequences]: tokens that a step attends of each kv_head, 1 to the method's own number, in place of it.
+        Nothing is waited for: a CUDA graph may capture it, and follows tables and lengths when it is replayed.
+        """
+        key = (q.shape[1], layer.tables.shape[-1] * layer.k.shape[1])
+        if key not in self._room:
+            self._room[key] = self._operators.pages_max_read(self._handle, *key)
+        return self._operators.pages_choose_to_read(self._handle, index_of_layer, *layer, index, q, first_position, self._room[key],
+                                                    reads)
 
     def free(self, tables, lengths, held, page, room=0):
         """Pages that nobody needs once all layers have packed -> freed [table rows, blocks], freed_count [table rows].

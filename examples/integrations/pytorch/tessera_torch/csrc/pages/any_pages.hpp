@@ -67,6 +67,20 @@ struct chosen_slots {
   tessera::selection_view view() const { return {slots, counts, nullptr, row_stride}; }
 };
 
+/// An index of the keys of an engine's pages, by page: [pages * parts of a page, kv_heads, 2, dim] of the model's element.
+struct index_memory {
+  void* data = nullptr;
+  tessera::row_strides strides;  ///< as of tessera::block_extrema_view
+  offset_t side = 0;
+};
+
+/// What a step chooses by. `reads` [sequences]: tokens that it attends, in place of the method's number; null: that.
+struct step_queries {
+  tensor_rows q;
+  const index_t* first_position = nullptr;
+  const index_t* reads = nullptr;
+};
+
 /// Which pages of a batch nobody needs, as tessera::free_pages_problem has it.
 struct page_return {
   index_t layers = 1;
@@ -109,6 +123,18 @@ class any_pages {
   /// lengths become the counts.
   virtual void pack(const paged_layer& in, const chosen_slots& chosen, const index_t* ends,
                     const scratch_memory& scratch, void* stream) = 0;
+  /// Tokens of a page of the index by which steps choose what they read.
+  /// Errors   a method whose steps choose in another way, or whose page the budget decides.
+  virtual index_t index_page() const = 0;
+  /// Brings the index up to date with the slots from first_slots [sequences] on, or all where that is null. `new_tokens`: how
+  /// many a sequence usually has, which a GPU's launch is made for.
+  virtual void index_pages(const paged_layer& of, const index_memory& index, const index_t* first_slots,
+                           index_t new_tokens, void* stream) = 0;
+  /// An upper bound of the slots that a step of so many tokens chooses.
+  virtual index_t max_read(index_t tokens, index_t capacity) const = 0;
+  /// What a step reads, by the index; rows of `to` hold max_read slots.
+  virtual void choose_to_read(const paged_layer& from, index_t layer, const index_memory& index, const step_queries& by,
+                              const chosen_slots& to, const scratch_memory& scratch, void* stream) = 0;
   virtual void free_pages(const paged_layer& of, const page_return& to, void* stream) = 0;
   /// Attention of the newest q.tokens tokens. out [sequences, tokens, q_heads, dim] and lse [sequences, tokens, q_heads], fp32.
   virtual void attend(const paged_layer& to, index_t layer, const tensor_rows& q, const index_t* first_position,

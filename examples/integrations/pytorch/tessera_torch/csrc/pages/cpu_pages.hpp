@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <tessera/backend/cpu/attend/attend.hpp>
 #include <tessera/backend/cpu/choose/score_and_choose.hpp>
+#include <tessera/backend/cpu/read/extrema/block_index.hpp>
+#include <tessera/backend/cpu/read/extrema/choose_by_blocks.hpp>
 #include <tessera/backend/cpu/score/query_sums.hpp>
 #include <tessera/backend/cpu/store/free_pages.hpp>
 #include <tessera/backend/cpu/store/pack.hpp>
@@ -89,6 +91,21 @@ class cpu_pages final : public method_pages<Recipe> {
     tessera::cpu::pack(p, *workers_);
   }
 
+  void index_pages(const paged_layer& of, const index_memory& index, const index_t* first_slots, index_t new_tokens,
+                   void*) override {
+    tessera::cpu::index_blocks(base::indexing(of, index, first_slots, new_tokens), *workers_);
+  }
+
+  void choose_to_read(const paged_layer& from, index_t layer, const index_memory& index, const step_queries& by,
+                      const chosen_slots& to, const scratch_memory&, void*) override {
+    if constexpr (base::reads_pages) {
+      tessera::cpu::choose_by_blocks(base::reading(from, layer, index, by, to), base::second().scorer,
+                                     base::second().selector, reading_, *workers_);
+    } else {
+      base::refuse_to_read();
+    }
+  }
+
   void free_pages(const paged_layer& of, const page_return& to, void*) override {
     tessera::free_pages_problem<view_type> p;
     p.view = of.as<view_type>();
@@ -117,6 +134,7 @@ class cpu_pages final : public method_pages<Recipe> {
   tessera::selection kept_;
   tessera::cpu::choose_workspace<view_type::k_dim> choosing_;
   tessera::cpu::decode_workspace attending_;
+  tessera::host_vector<tessera::cpu::page_workspace<view_type::k_dim>> reading_;
 };
 
 }  // namespace tessera_torch

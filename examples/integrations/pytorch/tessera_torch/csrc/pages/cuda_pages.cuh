@@ -5,11 +5,14 @@
 #include <optional>
 #include <tessera/backend/cuda/attend/decode/decode_attention.cuh>
 #include <tessera/backend/cuda/choose/score_and_choose.cuh>
+#include <tessera/backend/cuda/read/extrema/block_index.cuh>
+#include <tessera/backend/cuda/read/extrema/choose_by_blocks.cuh>
 #include <tessera/backend/cuda/score/expected/query_sums.cuh>
 #include <tessera/backend/cuda/score/score.cuh>
 #include <tessera/backend/cuda/store/append.cuh>
 #include <tessera/backend/cuda/store/free_pages.cuh>
 #include <tessera/backend/cuda/store/pack.cuh>
+#include <tessera/selector/tokens_or_pages.hpp>
 
 #include "method_pages.hpp"
 
@@ -148,6 +151,27 @@ class cuda_pages final : public method_pages<Recipe> {
     operation.run(p, memory, at(stream));
   }
 
+  void index_pages(const paged_layer& of, const index_memory& index, const index_t* first_slots, index_t new_tokens,
+                   void* stream) override {
+    tessera::cuda::index_blocks(base::indexing(of, index, first_slots, new_tokens), at(stream));
+  }
+
+  void choose_to_read(const paged_layer& from, index_t layer, const index_memory& index, const step_queries& by,
+                      const chosen_slots& to, const scratch_memory& scratch, void* stream) override {
+    if constexpr (base::reads_pages) {
+      const auto p = base::reading(from, layer, index, by, to);
+      const tessera::cuda::block_choice_limits limits{from.sequences, from.kv_heads,   by.q.heads,
+                                                      by.q.tokens,    from.capacity(), p.read};
+      const auto& operation =
+          reading_({limits.sequences, limits.kv_heads, limits.q_heads, limits.tokens, limits.capacity}, [&] {
+            return reader(base::second().scorer, tessera::unit_chosen_by(base::second().selector), limits, device_);
+          });
+      operation.run(p, scratch(operation.workspace_bytes()), at(stream));
+    } else {
+      base::refuse_to_read();
+    }
+  }
+
   void free_pages(const paged_layer& of, const page_return& to, void* stream) override {
     tessera::free_pages_problem<view_type> p;
     p.view = of.as<view_type>();
@@ -201,6 +225,15 @@ class cuda_pages final : public method_pages<Recipe> {
   struct scoring_of<false, Scorer> {
     using type = int;
   };
+  template <bool Reads, class Stage>
+  struct reader_of_pages {
+    using type = tessera::cuda::choose_by_blocks<view_type, typename Stage::scorer_type>;
+  };
+  template <class Stage>
+  struct reader_of_pages<false, Stage> {
+    using type = int;
+  };
+  using reader = typename reader_of_pages<base::reads_pages, typename base::second_stage>::type;
   using scoring = typename scoring_of<base::accumulates, typename base::scorer_type>::type;
 
   static cudaStream_t at(void* stream) { return static_cast<cudaStream_t>(stream); }
@@ -211,6 +244,7 @@ class cuda_pages final : public method_pages<Recipe> {
   made_for<packer> packing_;
   made_for<attention> attending_;
   made_for<scoring> observing_;
+  made_for<reader> reading_;
 };
 
 }  // namespace tessera_torch

@@ -1,6 +1,7 @@
 // What both backends' operations over pages begin from: a recipe's first stage as it was asked for.
 #pragma once
 
+#include <tessera/core/engine/read_problem.hpp>
 #include <tessera/planned.hpp>
 
 #include "../recipe_settings.hpp"
@@ -44,6 +45,14 @@ class method_pages : public any_pages {
   using T = typename layout::element_type;
   using view_type = tessera::kv_view<T, layout::k_dim, tessera::block_table>;
   using first_stage = decltype(tessera::planned<Recipe>::first);
+  using second_stage = typename Recipe::retrieve_type;
+  /// Its steps choose by extrema of pages, among everything that is stored.
+  static constexpr bool reads_pages = second_stage::estimates && [] {
+    if constexpr (second_stage::estimates)
+      return !second_stage::scorer_type::adds_mean_value &&
+             (!Recipe::retain_type::chooses || Recipe::retain_type::drops);
+    return false;
+  }();
   /// A threshold over all layers, and lists by query head, are more than one layer's operation gives.
   static constexpr bool chooses =
       Recipe::retain_type::chooses && !Recipe::retain_type::over_model && !Recipe::retain_type::splits;
@@ -57,7 +66,9 @@ class method_pages : public any_pages {
       : table_(request.table),
         shape_(request.shape),
         rule_(request.rule),
-        first_(tessera::planned<Recipe>(recipe_of(request), request.tokens).first) {
+        recipe_(recipe_of(request)),
+        first_(tessera::planned<Recipe>(recipe_, request.tokens).first),
+        second_(tessera::planned<Recipe>(recipe_, request.tokens).read) {
     shape_.check();
     if constexpr (by_statistics) shape_.check_rope(layout::k_dim);
     first_.check_model(shape_.layers, shape_.kv_heads);
@@ -84,8 +95,28 @@ class method_pages : public any_pages {
     return 0;
   }
 
+  index_t index_page() const override {
+    if constexpr (reads_pages) {
+      tessera::require(
+          recipe_.retrieve.scorer.page > 0, "page", "0, by the budget", "tokens of a page of the index",
+          "pass page=16, or another divisor of the engine's page: budgets of requests differ, pages do not");
+      return second_.scorer.page;
+    } else {
+      refuse_to_read();
+    }
+  }
+  index_t max_read(index_t tokens, index_t capacity) const override {
+    if constexpr (reads_pages) {
+      const index_t tail = std::max(tokens, second_.scorer.protected_tail(second_.tokens));
+      return tessera::max_chosen_slots(second_.tokens, index_page(), tail, capacity);
+    } else {
+      refuse_to_read();
+    }
+  }
+
  protected:
   const first_stage& first() const { return first_; }
+  const second_stage& second() const { return second_; }
   const tessera::model_shape& shape() const { return shape_; }
 
   tessera::logit_rule rule(index_t layer) const {
@@ -115,6 +146,38 @@ class method_pages : public any_pages {
     return p;
   }
 
+  template <class T>
+  static tessera::block_extrema_view<T, layout::k_dim> extrema(const index_memory& index, index_t page) {
+    return {static_cast<T*>(index.data), page, index.strides, index.side};
+  }
+  tessera::index_blocks_problem<view_type> indexing(const paged_layer& of, const index_memory& index,
+                                                    const index_t* first_slots, index_t new_tokens) const {
+    tessera::index_blocks_problem<view_type> p;
+    p.view = of.as<view_type>();
+    p.index = extrema<T>(index, index_page());
+    p.first_slots = first_slots;
+    p.new_tokens = new_tokens;
+    p.pool = of.pool;
+    return p;
+  }
+  tessera::choose_by_blocks_problem<view_type> reading(const paged_layer& from, index_t layer,
+                                                       const index_memory& index, const step_queries& by,
+                                                       const chosen_slots& to) const {
+    tessera::choose_by_blocks_problem<view_type> p;
+    p.view = from.as<view_type>();
+    p.index = extrema<const T>(index, index_page());
+    p.read = second_.tokens;
+    p.reads = by.reads;
+    p.q = by.q.as<const T>();
+    p.first_position = by.first_position;
+    p.rule = rule(layer);
+    p.out = to.slots;
+    p.out_stride = to.row_stride;
+    p.counts = to.counts;
+    p.pool = from.pool;
+    return p;
+  }
+
   void check_observed(const paged_layer& of, const choice_queries& by) const {
     tessera::require(of.scores.data != nullptr, "scores", "null", "one for every stored slot",
                      "keep a score beside each token: PagedLayer(..., scores)");
@@ -124,6 +187,11 @@ class method_pages : public any_pages {
   [[noreturn]] static void refuse_to_observe() {
     tessera::fail("method", "one whose scorer observes no queries in this way",
                   "one of accumulated scores or statistics", "ask what the method observes: PageOperations.observes");
+  }
+  [[noreturn]] static void refuse_to_read() {
+    tessera::fail("method", "one whose steps do not choose pages by the extrema of all stored keys",
+                  "quest, hsa or rocketkv, or a Policy with such a second stage",
+                  "attend to everything, or take one of these");
   }
   [[noreturn]] static void refuse_to_choose() {
     constexpr bool keeps_all = !Recipe::retain_type::chooses;
@@ -143,7 +211,9 @@ class method_pages : public any_pages {
   std::shared_ptr<const std::vector<double>> table_;  // what the first stage's budget may read
   tessera::model_shape shape_;
   tessera::logit_rule rule_;
+  Recipe recipe_;
   first_stage first_;
+  second_stage second_;
 };
 
 }  // namespace tessera_torch

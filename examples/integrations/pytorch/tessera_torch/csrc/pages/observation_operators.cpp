@@ -20,7 +20,7 @@ std::int64_t first_observed(const Tensor& handle) {
 }
 
 void observe(const Tensor& handle, std::int64_t index, const Tensor& k, const Tensor& v, const Tensor& tables,
-             const Tensor& lengths, const Tensor& positions, const maybe_tensor& scores, const Tensor& q,
+             const Tensor& lengths, const maybe_tensor& positions, const maybe_tensor& scores, const Tensor& q,
              const Tensor& first_position, const maybe_tensor& valid) {
   const at::OptionalDeviceGuard device(at::device_of(k));
   guarded([&](registry& all) {
@@ -64,7 +64,7 @@ TORCH_LIBRARY_FRAGMENT(tessera, m) {
   m.def("pages_observes(Tensor pages) -> str", &tessera_torch::observes);
   m.def("pages_first_observed(Tensor pages) -> int", &tessera_torch::first_observed);
   m.def(
-      "pages_observe(Tensor pages, int layer, Tensor k, Tensor v, Tensor tables, Tensor lengths, Tensor positions, "
+      "pages_observe(Tensor pages, int layer, Tensor k, Tensor v, Tensor tables, Tensor lengths, Tensor? positions, "
       "Tensor(a!)? scores, Tensor q, Tensor first_position, Tensor? valid=None) -> ()");
   m.def(
       "pages_observe_queries(Tensor pages, Tensor(a!) counts, Tensor(b!) sums, Tensor(c!) products, Tensor q, "
@@ -86,7 +86,7 @@ TORCH_LIBRARY_IMPL(tessera, Meta, m) {
   using at::Tensor;
   using maybe = c10::optional<Tensor>;
   m.impl("pages_observe", [](const Tensor&, std::int64_t, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                             const Tensor&, const maybe&, const Tensor&, const Tensor&, const maybe&) {});
+                             const maybe&, const maybe&, const Tensor&, const Tensor&, const maybe&) {});
   m.impl("pages_observe_queries",
          [](const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&) {});
 }

@@ -37,7 +37,7 @@ void close(std::int64_t number) {
 }
 
 void append(const Tensor& handle, const Tensor& k, const Tensor& v, const Tensor& tables, const Tensor& lengths,
-            const Tensor& positions, const maybe_tensor& scores, const Tensor& new_k, const Tensor& new_v,
+            const maybe_tensor& positions, const maybe_tensor& scores, const Tensor& new_k, const Tensor& new_v,
             const Tensor& first_position, const maybe_tensor& new_tokens) {
   const at::OptionalDeviceGuard device(at::device_of(k));
   guarded([&](registry& all) {
@@ -52,7 +52,7 @@ void append(const Tensor& handle, const Tensor& k, const Tensor& v, const Tensor
 
 /// Of each row of slots the first `counts` mean something.
 std::tuple<Tensor, Tensor> choose(const Tensor& handle, std::int64_t index, const Tensor& k, const Tensor& v,
-                                  const Tensor& tables, const Tensor& lengths, const Tensor& positions,
+                                  const Tensor& tables, const Tensor& lengths, const maybe_tensor& positions,
                                   const maybe_tensor& scores, const Tensor& q, const Tensor& first_position,
                                   const maybe_tensor& valid, const maybe_tensor& budgets, const maybe_tensor& tails,
                                   std::int64_t granularity, const maybe_tensor& query_counts,
@@ -91,12 +91,14 @@ std::tuple<Tensor, Tensor> choose(const Tensor& handle, std::int64_t index, cons
 }
 
 void pack(const Tensor& handle, const Tensor& k, const Tensor& v, const Tensor& tables, const Tensor& lengths,
-          const Tensor& positions, const maybe_tensor& scores, const Tensor& slots, const Tensor& counts,
+          const maybe_tensor& positions, const maybe_tensor& scores, const Tensor& slots, const Tensor& counts,
           const maybe_tensor& ends) {
   const at::OptionalDeviceGuard device(at::device_of(k));
   guarded([&](registry& all) {
     auto& here = all.find_pages(handle);
     const paged_layer layer = layer_of(here, k, v, tables, lengths, positions, scores);
+    tessera::require(positions.has_value(), "positions", "None", "a position of every slot",
+                     "keep them where rows are packed: slots are no positions then");
     scratch_tensors scratch{k.device(), {}};
     here.pages->pack(layer, chosen_in(slots, counts, layer), counts_in(ends, "ends", {layer.sequences}, k.device()),
                      scratch.source(), current_stream(k));
@@ -127,9 +129,9 @@ std::tuple<Tensor, Tensor> free_pages(const Tensor& handle, const Tensor& tables
 
 /// out [sequences, tokens, q_heads, dim] of q's dtype, and the log-sum-exps [sequences, tokens, q_heads] in fp32.
 std::tuple<Tensor, Tensor> attend(const Tensor& handle, std::int64_t index, const Tensor& q, const Tensor& k,
-                                  const Tensor& v, const Tensor& tables, const Tensor& lengths, const Tensor& positions,
-                                  const maybe_tensor& scores, const Tensor& first_position, const maybe_tensor& slots,
-                                  const maybe_tensor& counts) {
+                                  const Tensor& v, const Tensor& tables, const Tensor& lengths,
+                                  const maybe_tensor& positions, const maybe_tensor& scores,
+                                  const Tensor& first_position, const maybe_tensor& slots, const maybe_tensor& counts) {
   const at::OptionalDeviceGuard device(at::device_of(k));
   return guarded([&](registry& all) {
     auto& here = all.find_pages(handle);
@@ -150,10 +152,10 @@ std::tuple<Tensor, Tensor> attend(const Tensor& handle, std::int64_t index, cons
 
 // Shapes alone, for torch.compile.
 std::tuple<Tensor, Tensor> choose_shape(const Tensor&, std::int64_t, const Tensor& k, const Tensor&,
-                                        const Tensor& tables, const Tensor& lengths, const Tensor&, const maybe_tensor&,
-                                        const Tensor&, const Tensor&, const maybe_tensor&, const maybe_tensor&,
-                                        const maybe_tensor&, std::int64_t, const maybe_tensor&, const maybe_tensor&,
-                                        const maybe_tensor&) {
+                                        const Tensor& tables, const Tensor& lengths, const maybe_tensor&,
+                                        const maybe_tensor&, const Tensor&, const Tensor&, const maybe_tensor&,
+                                        const maybe_tensor&, const maybe_tensor&, std::int64_t, const maybe_tensor&,
+                                        const maybe_tensor&, const maybe_tensor&) {
   return {at::empty_symint({lengths.sym_size(0), lengths.sym_size(1), tables.sym_size(-1) * k.sym_size(1)},
                            lengths.options()),
           at::empty_like(lengths)};
@@ -165,8 +167,8 @@ std::tuple<Tensor, Tensor> free_shape(const Tensor&, const Tensor& tables, const
           at::empty_symint({rows}, lengths.options())};
 }
 std::tuple<Tensor, Tensor> attend_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, const Tensor&,
-                                        const Tensor&, const Tensor&, const Tensor&, const maybe_tensor&, const Tensor&,
-                                        const maybe_tensor&, const maybe_tensor&) {
+                                        const Tensor&, const Tensor&, const maybe_tensor&, const maybe_tensor&,
+                                        const Tensor&, const maybe_tensor&, const maybe_tensor&) {
   return {at::empty_symint(q.sym_sizes(), q.options()),
           at::empty_symint(q.sym_sizes().slice(0, 3), q.options().dtype(at::kFloat))};
 }
@@ -182,22 +184,23 @@ TORCH_LIBRARY_FRAGMENT(tessera, m) {
       &tessera_torch::open);
   m.def("pages_close(int handle) -> ()", &tessera_torch::close);
   m.def(
-      "pages_append(Tensor pages, Tensor(a!) k, Tensor(b!) v, Tensor tables, Tensor(c!) lengths, Tensor(d!) positions, "
+      "pages_append(Tensor pages, Tensor(a!) k, Tensor(b!) v, Tensor tables, Tensor(c!) lengths, Tensor(d!)? "
+      "positions, "
       "Tensor(e!)? scores, Tensor new_k, Tensor new_v, Tensor first_position, Tensor? new_tokens=None) -> ()");
   m.def(
-      "pages_choose(Tensor pages, int layer, Tensor k, Tensor v, Tensor tables, Tensor lengths, Tensor positions, "
+      "pages_choose(Tensor pages, int layer, Tensor k, Tensor v, Tensor tables, Tensor lengths, Tensor? positions, "
       "Tensor? scores, Tensor q, Tensor first_position, Tensor? valid=None, Tensor? budgets=None, Tensor? tails=None, "
       "int granularity=1, Tensor? query_counts=None, Tensor? query_sums=None, Tensor? query_products=None) -> "
       "(Tensor slots, Tensor counts)");
   m.def(
-      "pages_pack(Tensor pages, Tensor(a!) k, Tensor(b!) v, Tensor tables, Tensor(c!) lengths, Tensor(d!) positions, "
+      "pages_pack(Tensor pages, Tensor(a!) k, Tensor(b!) v, Tensor tables, Tensor(c!) lengths, Tensor(d!)? positions, "
       "Tensor(e!)? scores, Tensor slots, Tensor counts, Tensor? ends=None) -> ()");
   m.def(
       "pages_free(Tensor pages, Tensor tables, Tensor lengths, Tensor(a!) held, int page, int room=0) -> "
       "(Tensor freed, Tensor freed_count)");
   m.def(
       "pages_attend(Tensor pages, int layer, Tensor q, Tensor k, Tensor v, Tensor tables, Tensor lengths, "
-      "Tensor positions, Tensor? scores, Tensor first_position, Tensor? slots=None, Tensor? counts=None) -> "
+      "Tensor? positions, Tensor? scores, Tensor first_position, Tensor? slots=None, Tensor? counts=None) -> "
       "(Tensor out, Tensor lse)");
 }
 
@@ -221,8 +224,8 @@ TORCH_LIBRARY_IMPL(tessera, Meta, m) {
   m.impl("pages_choose", &tessera_torch::choose_shape);
   m.impl("pages_free", &tessera_torch::free_shape);
   m.impl("pages_attend", &tessera_torch::attend_shape);
-  m.impl("pages_append", [](const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+  m.impl("pages_append", [](const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const maybe&,
                             const maybe&, const Tensor&, const Tensor&, const Tensor&, const maybe&) {});
-  m.impl("pages_pack", [](const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+  m.impl("pages_pack", [](const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const maybe&,
                           const maybe&, const Tensor&, const Tensor&, const maybe&) {});
 }

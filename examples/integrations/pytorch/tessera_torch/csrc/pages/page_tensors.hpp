@@ -52,7 +52,7 @@ inline paged_layer tables_of(const engine_pages& here, const Tensor& tables, con
 }
 
 inline paged_layer layer_of(const engine_pages& here, const Tensor& k, const Tensor& v, const Tensor& tables,
-                            const Tensor& lengths, const Tensor& positions, const maybe_tensor& scores) {
+                            const Tensor& lengths, const maybe_tensor& positions, const maybe_tensor& scores) {
   tessera::require(k.dim() == 4 && v.sizes() == k.sizes(), "shape of k and v",
                    text_of(k.sizes()) + " and " + text_of(v.sizes()), "[pages, page, kv_heads, dim] both",
                    "permute the pools to it: that copies nothing");
@@ -78,19 +78,24 @@ inline paged_layer layer_of(const engine_pages& here, const Tensor& k, const Ten
   layer.v_strides = {v.stride(0), own ? 0 : v.stride(2), v.stride(1), v.stride(3)};
   layer.pool.pages = index_t(k.size(0));
   layer.lengths = counts_in(lengths, "lengths", {layer.sequences, layer.kv_heads}, k.device());
-  tessera::require(positions.dim() == 3 && positions.size(2) >= layer.capacity(), "shape of positions",
-                   text_of(positions.sizes()),
-                   "[sequences, kv_heads, at least " + std::to_string(layer.capacity()) + "]",
-                   "make room for a position of every slot");
-  layer.positions.data =
-      counts_in(positions, "positions", {layer.sequences, layer.kv_heads, positions.size(2)}, k.device());
-  layer.positions.sequence_stride = positions.stride(0);
-  layer.positions.head_stride = positions.stride(1);
+  const auto covers = [&](const Tensor& x) { return x.dim() == 3 && x.size(2) >= layer.capacity(); };
+  if (positions) {
+    tessera::require(covers(*positions), "shape of positions", text_of(positions->sizes()),
+                     "[sequences, kv_heads, at least " + std::to_string(layer.capacity()) + "]",
+                     "make room for a position of every slot");
+    layer.positions.data =
+        counts_in(*positions, "positions", {layer.sequences, layer.kv_heads, positions->size(2)}, k.device());
+    layer.positions.sequence_stride = positions->stride(0);
+    layer.positions.head_stride = positions->stride(1);
+  }
   if (!scores) return layer;
-  tessera::require(scores->scalar_type() == at::kFloat && scores->device() == k.device() &&
-                       scores->sizes() == positions.sizes() && scores->is_contiguous(),
+  const std::vector<std::int64_t> beside =
+      positions ? positions->sizes().vec()
+                : std::vector<std::int64_t>{layer.sequences, layer.kv_heads, layer.capacity()};
+  tessera::require(scores->scalar_type() == at::kFloat && scores->device() == k.device() && scores->sizes() == beside &&
+                       scores->is_contiguous(),
                    "scores", std::string(c10::toString(scores->scalar_type())) + " " + text_of(scores->sizes()),
-                   "Float " + text_of(positions.sizes()) + ", contiguous, beside the positions",
+                   "Float " + text_of(beside) + ", contiguous, beside the positions",
                    "keep a score of torch.float32 for every position");
   layer.scores = {scores->data_ptr<float>(), scores->stride(0), scores->stride(1)};
   return layer;

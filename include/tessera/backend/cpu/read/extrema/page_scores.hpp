@@ -7,6 +7,7 @@
 #include "../../../../concepts/scorer.hpp"
 #include "../../../../concepts/selector.hpp"
 #include "../../../../core/host/host_vector.hpp"
+#include "../../../../core/stored/block_extrema.hpp"
 #include "../../../../core/stored/page_extrema.hpp"
 #include "../../attend/attend.hpp"
 
@@ -122,27 +123,100 @@ void add_channels(const float* q, const host_vector<index_t>& channels, const Co
   }
 }
 
-/// logits [rows, stride] of every page of a head, before scale and cap.
-template <class View, class Scorer, int D>
-void page_products(offset_t row, const page_extrema_view<const typename View::element_type, D>& index,
-                   const Scorer& scorer, index_t pages, offset_t stride, page_workspace<D>& memory) {
+/// The extrema of a tile of one head's pages, from an index by row. `load` writes tile_tokens values of every wanted
+/// channel to columns [channels, tile_tokens], zeros behind the last page.
+template <class T, int D>
+struct row_extrema {
+  const page_extrema_view<const T, D>& index;
+  offset_t row;
+  index_t begin = 0, count = 0;
+
+  template <class View>
+  row_extrema(const View& view, const page_extrema_view<const T, D>& index_, index_t sequence, index_t head)
+      : index(index_), row(offset_t(sequence) * view.kv_heads + head) {}
+  void move_to(index_t begin_, index_t count_) { begin = begin_, count = count_; }
+  template <class Wanted>
+  void load(bool upper, const host_vector<index_t>& channels, const Wanted& wanted, float* columns) const {
+    for (std::size_t i = 0; i < channels.size(); ++i) {
+      if (!wanted(i)) continue;
+      const T* const from = (upper ? index.upper(row, channels[i]) : index.lower(row, channels[i])) + begin;
+      for (index_t p = 0; p < tile_tokens; ++p) columns[i * tile_tokens + p] = p < count ? float(from[p]) : 0.0f;
+    }
+  }
+};
+
+/// The same from an index by block, through the view's table. Pages are read whole, one after the other: in a pool they
+/// lie a power of two apart, and elements of many pages at a time would displace one another from the cache.
+template <class View>
+struct block_extrema_of {
   using T = typename View::element_type;
+  using index_type = block_extrema_view<const T, View::k_dim>;
+  static constexpr int D = View::k_dim, pages_at_once = 8;
+  const View& view;
+  const index_type& index;
+  index_t sequence, head;
+  index_t count = 0;
+  const T* pages[tile_tokens];  // their smaller values
+
+  block_extrema_of(const View& view_, const index_type& index_, index_t sequence_, index_t head_)
+      : view(view_), index(index_), sequence(sequence_), head(head_) {}
+  void move_to(index_t begin, index_t count_) {
+    count = count_;
+    for (index_t p = 0; p < count; ++p) {
+      const slot_address address = view.table.locate(sequence, head, (begin + p) * index.page);
+      pages[p] = index.lower(address.outer, index_t(address.row / index.page), head);
+    }
+  }
+  template <class Wanted>
+  void load(bool upper, const host_vector<index_t>& channels, const Wanted& wanted, float* columns) const {
+    alignas(64) float rows[pages_at_once][D];
+    for (index_t first = 0; first < tile_tokens; first += pages_at_once) {
+      for (index_t j = first + pages_at_once; !upper && j < (std::min)(count, first + 2 * pages_at_once); ++j) {
+        prefetch_row<D>(pages[j]);
+        prefetch_row<D>(pages[j] + index.side);
+      }
+      for (index_t j = 0; j < pages_at_once; ++j) {
+        if (first + j < count) {
+          load_row<D>(pages[first + j] + (upper ? index.side : 0), 1, rows[j]);
+        } else {
+          std::fill_n(rows[j], D, 0.0f);
+        }
+      }
+      for (std::size_t i = 0; i < channels.size(); ++i) {
+        if (!wanted(i)) continue;
+        for (index_t j = 0; j < pages_at_once; ++j)
+          columns[i * tile_tokens + std::size_t(first + j)] = rows[j][channels[i]];
+      }
+    }
+  }
+};
+
+template <class View, class T, int D>
+row_extrema<T, D> extrema_of(const View& view, const page_extrema_view<const T, D>& index, index_t sequence,
+                             index_t head) {
+  return {view, index, sequence, head};
+}
+template <class View, class T, int D>
+block_extrema_of<View> extrema_of(const View& view, const block_extrema_view<const T, D>& index, index_t sequence,
+                                  index_t head) {
+  return {view, index, sequence, head};
+}
+
+/// logits [rows, stride] of every page of a head, before scale and cap. `extrema` moves from tile to tile.
+template <class Extrema, class Scorer, int D>
+void page_products(Extrema extrema, bool single, const Scorer& scorer, index_t pages, offset_t stride,
+                   page_workspace<D>& memory) {
   const page_query<D>& query = memory.query;
   const std::size_t channels = query.channels.size();
-  const bool single = index.page == 1;  // one side
   memory.logits.assign(std::size_t(query.rows() * stride), 0.0f);
   memory.columns.assign(2 * channels * tile_tokens, 0.0f);
   float* lower = memory.columns.data();
   float* upper = single ? lower : lower + channels * tile_tokens;
-  const auto load_page_column = [](const T* from, index_t count, float* to) {
-    for (index_t p = 0; p < tile_tokens; ++p) to[p] = p < count ? float(from[p]) : 0.0f;
-  };
   for (index_t begin = 0; begin < pages; begin += tile_tokens) {
-    const index_t count = (std::min<index_t>)(tile_tokens, pages - begin);
-    for (std::size_t i = 0; i < channels; ++i) {
-      const int c = query.channels[i];
-      if (query.lower[i] || single) load_page_column(index.lower(row, c) + begin, count, lower + i * tile_tokens);
-      if (query.upper[i] && !single) load_page_column(index.upper(row, c) + begin, count, upper + i * tile_tokens);
+    extrema.move_to(begin, (std::min<index_t>)(tile_tokens, pages - begin));
+    extrema.load(false, query.channels, [&](std::size_t i) { return query.lower[i] || single; }, lower);
+    if (!single) {
+      extrema.load(true, query.channels, [&](std::size_t i) { return query.upper[i] != 0; }, upper);
     }
     for (index_t r = 0; r < query.rows(); ++r) {
       const auto column = [&](std::size_t i) {
@@ -194,10 +268,10 @@ struct page_choice {
 ///
 /// Shapes   out [tokens of the head], ascending slots; mass [rows] or null: the sum of each row's estimated
 ///          probabilities over the chosen slots (1 for a row that adds nothing).
+/// `index`: of the view's rows (page_extrema_view), or of its blocks (block_extrema_view).
 /// A head of no more than `read` tokens is read whole, without an estimate.
-template <class View, class Q, paged_scorer Scorer, class Selector>
-page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
-                            const page_extrema_view<const typename View::element_type, View::k_dim>& index,
+template <class View, class Index, class Q, paged_scorer Scorer, class Selector>
+page_choice choose_by_pages(const View& view, index_t sequence, index_t head, const Index& index,
                             const query_rows<Q>& queries, const logit_rule& rule, const Scorer& scorer,
                             const Selector& selector, index_t tail, index_t read, index_t* out, float* mass,
                             page_workspace<View::k_dim>& memory) {
@@ -224,7 +298,7 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
   page_query<D>& query = memory.query;
   query.read(queries, rule, scorer, sequence, head, group);
   const offset_t stride = ceil_div(pages, tile_tokens) * offset_t(tile_tokens);
-  detail::page_products<View>(offset_t(sequence) * view.kv_heads + head, index, scorer, pages, stride, memory);
+  detail::page_products(detail::extrema_of(view, index, sequence, head), page == 1, scorer, pages, stride, memory);
 
   // Slots that no row sees rank last.
   auto& scores = memory.scores;

@@ -6,7 +6,7 @@
 #include "../../../../core/model_shape.hpp"
 #include "../../../../core/plan/stage_plan.hpp"
 #include "../../../../recipe.hpp"
-#include "../../../../selector/top_tokens.hpp"
+#include "../../../../selector/tokens_or_pages.hpp"
 #include "../../device/memory.cuh"
 #include "page_retrieval.cuh"
 
@@ -20,22 +20,12 @@ class retrieve_by_pages {
   using T = typename View::element_type;
   using scorer = typename Recipe::retrieve_type::scorer_type;
 
-  static selection_unit unit_of(const Recipe& recipe) {
-    using selector = typename Recipe::retrieve_type::selector_type;
-    if constexpr (requires { recipe.retrieve.selector.choice; }) return recipe.retrieve.selector.choice;
-    static_assert(
-        requires { recipe.retrieve.selector.choice; } || std::is_same_v<selector, top_tokens> ||
-            std::is_same_v<typename selector::unit, page_unit>,
-        "tessera: on the device an estimate chooses tokens or whole pages");
-    return std::is_same_v<selector, top_tokens> ? selection_unit::token : selection_unit::page;
-  }
-
  public:
   /// `bounds` must cover every later plan: see `plan_for`.
   retrieve_by_pages(const Recipe& recipe, const read_bounds& bounds, const model_shape& shape, index_t sequences,
                     index_t tokens, const device_info& device)
       : rule_(recipe.attention.rule),
-        unit_(unit_of(recipe)),
+        unit_(unit_chosen_by(recipe.retrieve.selector)),
         choose_(recipe.retrieve.scorer, unit_, bounds, sequences, shape.kv_heads, shape.q_heads, tokens, device),
         indices_(std::size_t(sequences) * std::size_t(shape.kv_heads) * std::size_t(choose_.max_chosen())),
         counts_(std::size_t(sequences) * std::size_t(shape.kv_heads)),

@@ -27,19 +27,19 @@ struct page_query_storage {
 };
 
 /// Reads the rows of one group into `q` [rows, D] and fills the storage. Channels are chosen as on the CPU, whose sums
-/// are made in the order of the rows. Ends with a barrier of the block.
-template <int Threads, class View, class Scorer>
-__device__ void read_page_query(page_query_storage<View::k_dim>& s, typename View::element_type* q,
-                                const page_problem<View>& p, const Scorer& scorer, index_t channels, index_t sequence,
-                                index_t head, index_t n) {
-  constexpr int D = View::k_dim, chunks = D / 8, warps = Threads / 32;
+/// are made in the order of the rows. Ends with a barrier of the block. `Problem`: a page_problem, or another one with
+/// its view, queries, first positions and rule.
+template <int Threads, class T, int D, class Problem, class Scorer>
+__device__ void read_page_query(page_query_storage<D>& s, T* q, const Problem& p, const Scorer& scorer,
+                                index_t channels, index_t sequence, index_t head, index_t n) {
+  constexpr int chunk_elements = 16 / int(sizeof(T)), chunks = D / chunk_elements, warps = Threads / 32;
   constexpr int parts = 2 * D <= Threads ? 2 : 1;  // threads that rank one channel
   const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const index_t group = p.q.heads / p.view.kv_heads, rows = p.q.tokens * group;
   // All loads from memory are issued before the first result is used.
   const auto chunk_of = [&](int i) {
     const index_t r = i / chunks;
-    const auto* from = p.q.row(sequence, r / group, head * group + r % group) + i % chunks * 8;
+    const auto* from = p.q.row(sequence, r / group, head * group + r % group) + i % chunks * chunk_elements;
     return __ldg(reinterpret_cast<const uint4*>(from));
   };
   const uint4 mine = thread < rows * chunks ? chunk_of(thread) : make_uint4(0, 0, 0, 0);
