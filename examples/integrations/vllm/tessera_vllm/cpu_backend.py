@@ -48,6 +48,10 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, *args, **kwargs)
         self.worker = worker.active if isinstance(kv_cache_spec, CompactedSpec) else None
         if self.worker is not None:
+            if self.isa == "amx":
+                # Its pages lie in tiles, which no stride describes. "vec" takes the same blocks, and is there as well.
+                self.isa = "vec"
+                self._set_isa_to_layers(layer_names)
             self.worker.requests.layers = {name: index for index, name in enumerate(layer_names)}
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):

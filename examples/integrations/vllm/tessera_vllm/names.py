@@ -26,6 +26,7 @@ NEEDED = (
     ("vllm.v1.attention.backend", "CommonAttentionMetadata.replace", ()),
     ("vllm.v1.attention.backends.cpu_attn", "_get_attn_isa", ("dtype", "block_size", "head_size", "kv_cache_dtype")),
     ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadataBuilder.build", ("common_attn_metadata",)),
+    ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadataBuilder._set_isa_to_layers", ("layer_names",)),
     ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackendImpl.do_kv_cache_update",
      ("layer", "key", "value", "kv_cache", "slot_mapping")),
     ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackendImpl.forward",

@@ -167,7 +167,7 @@ def test_pages_that_no_stride_describes_are_refused(monkeypatch):
     import torch
     from tessera_vllm import refusals
     from vllm.v1.attention.backends import cpu_attn
-    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda **_: "amx")
-    with pytest.raises(ValueError, match="is 'amx'; expected 'vec' or 'vec16'"):
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda **_: "neon")
+    with pytest.raises(ValueError, match="is 'neon'; expected 'vec', 'vec16' or 'amx'"):
         refusals.check_pages(Names(cache_config=Names(block_size=32, cache_dtype="auto")),
                              Names(dtype=torch.bfloat16, dim=64))
