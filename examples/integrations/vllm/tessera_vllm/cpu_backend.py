@@ -7,7 +7,7 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from . import layout, plan, refusals, settings, worker
+from . import layout, plan, refusals, settings, steps, worker
 from .blocks import CompactedSpec
 
 
@@ -62,8 +62,19 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
         if any(skipped):
             common_attn_metadata = self._without(common_attn_metadata, skipped)
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        metadata.observed_rows = observed
+        metadata.observed_step, metadata.observed_rows = self._observed_step(observed)
         return metadata
+
+    def _observed_step(self, observed):
+        """The rows that one operator call observes, and the others."""
+        requests = self.worker.requests
+        together = [one for one in observed if one.row.observes and one.end - one.start == 1 and not one.row.keeps
+                    and requests.asked.observes == "every_query"]
+        requests.join_batch([one.request for one in together], self.block_size)
+        if not together:
+            return None, observed
+        return (steps.step_of(together, self.num_kv_heads, self.block_size),
+                [one for one in observed if one not in together])
 
     def _rows(self, metadata, requests):
         """Of every row the columns that are not read; and the rows with something to do behind attention."""
@@ -118,9 +129,30 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
         result = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        step = getattr(attn_metadata, "observed_step", None)
+        if step is not None:
+            self._observe_step(layer, query, kv_cache, step)
         for one in getattr(attn_metadata, "observed_rows", ()):
             self._after_attention(layer, query, kv_cache, one)
         return result
+
+    def _operations(self):
+        return self.requests.operators.pages(self.scale, float(self.logits_soft_cap))
+
+    def _observe_step(self, layer, query, kv_cache, step):
+        requests, operations = self.requests, self._operations()
+        index, batch = requests.layers[layer.layer_name], self.requests.batch
+        columns = batch.columns(layer.layer_name, step, requests.of_layer)
+        query = query.view(-1, self.num_heads, self.head_size)
+        paged = batch.observe(operations, index, kv_cache, columns, step, query)
+        for row, one in enumerate(step.rows):
+            tokens = batch.stored[row] = one.end - one.row.skipped * one.schedule.block
+            if one.row.compacts:
+                stored = layout.RequestLayer(layout.sequence(paged, row), one.schedule.block, tokens)
+                stored.compact(operations, index, query[one.queries], one.schedule.kept_blocks)
+                columns.drop(row, stored.begin, tokens)
+                batch.stored[row] = tokens - stored.begin
+                requests.compactions += index == 0
 
     def _after_attention(self, layer, query, kv_cache, one):
         row, seen = one.row, self.requests.of_layer(one.request, layer.layer_name)
@@ -135,7 +167,7 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
     def _observe(self, layer, kv_cache, one, seen, own, newest):
         """own: the step's queries; newest: those that a choice looks at, some of them of earlier steps."""
         requests, row, schedule = self.requests, one.row, one.schedule
-        operations = requests.operators.pages(self.scale, float(self.logits_soft_cap))
+        operations = self._operations()
         index = requests.layers[layer.layer_name]
         tokens = one.end - row.skipped * schedule.block
         known = 0 if seen.positions is None else seen.positions.size(1)
@@ -147,7 +179,7 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
             scores = torch.zeros(kv_cache.size(1), tokens)
             if seen.scores is not None:
                 scores[:, :known] = seen.scores
-        stored = layout.RequestLayer(kv_cache, one.blocks, tokens, positions, scores)
+        stored = layout.RequestLayer.of(kv_cache, one.blocks, tokens, positions, scores)
         if requests.asked.observes == "statistics" and one.start < schedule.prompt:
             seen.statistics = seen.statistics or operations.statistics(1)
         if row.observes or requests.asked.observes == "newest_query":

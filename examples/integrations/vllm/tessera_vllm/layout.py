@@ -18,20 +18,31 @@ def pages(kv_cache):
     return k, v
 
 
-class RequestLayer:
-    """What a request stores in a layer, as Tessera's operators take it: the blocks that attention reads, in the order of
-    its tokens, the last of them partly filled.
+def sequence(paged, row):
+    """One sequence of a PagedLayer, as views."""
+    own = slice(row, row + 1)
+    return paged._replace(tables=paged.tables[own], lengths=paged.lengths[own], positions=paged.positions[own],
+                          scores=paged.scores[own])
 
-    blocks [n]; tokens: how many are stored; positions [kv_heads, tokens]; scores [kv_heads, tokens], or None.
+
+class RequestLayer:
+    """What a request stores in a layer, as Tessera's operators take it.
+
+    paged: a PagedLayer of this one sequence, whose table has the blocks that attention reads, in the order of its tokens,
+    the last of them partly filled; block: slots of a block; tokens: how many are stored.
     """
 
-    def __init__(self, kv_cache, blocks, tokens, positions, scores=None):
-        self.block, self.tokens = kv_cache.size(2), tokens
-        heads, slots = kv_cache.size(1), blocks.numel() * self.block
-        room = lambda column: torch.nn.functional.pad(column, (0, slots - tokens))[None].contiguous()
-        self.paged = package().PagedLayer(
+    def __init__(self, paged, block, tokens):
+        self.paged, self.block, self.tokens = paged, block, tokens
+
+    @classmethod
+    def of(cls, kv_cache, blocks, tokens, positions, scores=None):
+        """blocks [n]; positions [kv_heads, tokens], or [1, tokens] of all heads; scores [kv_heads, tokens], or None."""
+        heads, block = kv_cache.size(1), kv_cache.size(2)
+        room = lambda column: torch.nn.functional.pad(column, (0, blocks.numel() * block - tokens))[None].contiguous()
+        return cls(package().PagedLayer(
             *pages(kv_cache), blocks.to(torch.int32)[None], torch.full((1, heads), tokens, dtype=torch.int32),
-            room(positions.expand(heads, tokens)), None if scores is None else room(scores))
+            room(positions.expand(heads, tokens)), None if scores is None else room(scores)), block, tokens)
 
     def observe(self, operations, index, queries, statistics=None):
         """queries [tokens, q_heads, dim], the newest ones; their keys are stored."""

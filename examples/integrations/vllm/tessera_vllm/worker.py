@@ -8,7 +8,7 @@ import dataclasses
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from . import names, operators, plan, refusals, settings
+from . import names, operators, plan, refusals, settings, steps
 
 names.check()
 active = None  # of this process; None: its model is served without tessera
@@ -40,6 +40,7 @@ class Requests:
         self.observed = {}    # request id -> {layer: Observed}
         self.layers = {}      # layer -> its number
         self.compactions = 0  # how often a prompt was compacted
+        self.batch = None     # steps.Batch of the requests that decode together
 
     def schedule(self, request, block):
         """request: the runner's."""
@@ -56,6 +57,18 @@ class Requests:
     def drop(self, request_id):
         for table in (self.schedules, self.observed):
             table.pop(request_id, None)
+        if self.batch is not None:
+            self.batch.forget(request_id)
+            if not any(self.batch.ids):
+                self.batch = None
+
+    def join_batch(self, ids, block):
+        """These requests are observed together in the step that begins."""
+        if self.batch is not None and self.batch.ids != ids:
+            self.batch.store(self.of_layer)
+            self.batch = None
+        if self.batch is None and ids:
+            self.batch = steps.Batch(ids, block)
 
     def begin_step(self, scheduled):
         """scheduled: vLLM's SchedulerOutput. A request that begins, again or for the first time, has nothing stored."""

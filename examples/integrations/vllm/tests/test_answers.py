@@ -90,6 +90,25 @@ def test_tokens_are_those_of_a_reference_that_has_no_blocks(served, model, token
     assert tokens == expected(reference, model, own, prompts, 12, BLOCK)
 
 
+def test_requests_that_come_and_go_while_others_are_observed_give_the_tokens_of_the_reference(
+        engine, model, tokenizer, reference):
+    """Each step of h2o is observed, and the rows of its batch change."""
+    asked = {"method": "h2o", "budget": 96}
+    prompts = [document(tokenizer, length, number)[0] for number, length in enumerate((300, 90, 517, 700, 333))]
+    news = (90, 20, 40, 70, 110)
+    with engine(asked, dtype="float32", max_num_batched_tokens=256) as ours:
+        for number, (prompt, new) in enumerate(zip(prompts, news)):
+            ours.add(str(number), prompt, new)
+            for _ in range(7):
+                ours.step()
+        while ours.engine.has_unfinished_requests():
+            ours.step()
+        tokens = [list(ours.outputs[str(number)].outputs[0].token_ids) for number in range(5)]
+    own = settings.of_server({"tessera": asked})
+    for got, prompt, new in zip(tokens, prompts, news):
+        assert got == expected(reference, model, own, [prompt], new, BLOCK)[0]
+
+
 def test_needles_are_those_of_the_same_method_without_blocks(served, model, tokenizer, reference):
     """Blocks of one token: the budget exactly, and the whole prompt a candidate, as `tessera eval` has it."""
     method, ours = served
