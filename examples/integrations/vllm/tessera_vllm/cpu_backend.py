@@ -7,7 +7,7 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from . import layout, plan, refusals, settings, steps, worker
+from . import layout, plan, refusals, settings, steps, uneven, worker
 from .blocks import CompactedSpec
 
 
@@ -58,10 +58,13 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
         known = self.worker.rows(common_attn_metadata.num_reqs) if self.worker is not None else None
         if known is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        skipped, observed = self._rows(common_attn_metadata, known)
+        skipped, observed, kept = self._rows(common_attn_metadata, known)
         if any(skipped):
-            common_attn_metadata = self._without(common_attn_metadata, skipped)
+            common_attn_metadata = self._without(common_attn_metadata, skipped, kept)
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        rows = list(kept.values())
+        metadata.uneven_step = None if not rows else uneven.Step(
+            rows, self.worker.requests.tables_of(rows, self.block_size), self, alone=len(rows) == len(known))
         metadata.observed_step, metadata.observed_rows = self._observed_step(observed)
         return metadata
 
@@ -77,15 +80,19 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
                 [one for one in observed if one not in together])
 
     def _rows(self, metadata, requests):
-        """Of every row the columns that are not read; and the rows with something to do behind attention."""
+        """Of every row the columns that are not read; the rows with something to do behind attention; and those whose
+        heads have kept pages of their own, by row."""
         begins, ends = metadata.query_start_loc_cpu.tolist(), metadata.seq_lens.tolist()
-        skipped, observed = [], []
+        skipped, observed, kept = [], [], {}
         for number, request in enumerate(requests):
             schedule = self.worker.requests.schedule(request, self.block_size)
             end = ends[number]
             start = end - (begins[number + 1] - begins[number])
             row = plan.row_of(schedule, start, end)
             skipped.append(row.skipped)
+            if schedule.uneven and row.skipped:
+                kept[number] = uneven.Row(self.worker.requests.kept[request.req_id], begins[number], end - start, end,
+                                          metadata.block_table_tensor[number])
             if row.compacts or row.observes or row.keeps:
                 blocks = metadata.block_table_tensor[number, row.skipped:plan.blocks_for(end, self.block_size)]
                 own = slice(begins[number], begins[number + 1])
@@ -94,14 +101,17 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
             if following is not None and end > following:
                 raise RuntimeError(f"tessera: a step takes a prompt from {start} to {end}; expected at most "
                                    f"{following}, where it is compacted; pass --scheduler-cls {refusals.SCHEDULER}")
-        return skipped, observed
+        return skipped, observed, kept
 
-    def _without(self, metadata, skipped):
-        """Tables without their first columns: as if these tokens had never been."""
+    def _without(self, metadata, skipped, kept):
+        """Tables without their first columns: as if these tokens had never been. Rows with kept pages, which are
+        attended behind vLLM's kernel, have their queries' tokens alone."""
         table = metadata.block_table_tensor
         skip = torch.tensor(skipped, dtype=torch.int64)
         columns = (torch.arange(table.size(1)) + skip[:, None]).clamp_(max=table.size(1) - 1)
         lengths = metadata.seq_lens - (skip * self.block_size).to(metadata.seq_lens.dtype)
+        for number, row in kept.items():
+            lengths[number] = row.tokens
         return metadata.replace(block_table_tensor=table.gather(1, columns), seq_lens=lengths,
                                 max_seq_len=int(lengths.max()))
 
@@ -128,7 +138,11 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
         self.requests = worker.active.requests if asked is not None else None
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
-        result = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        kept = getattr(attn_metadata, "uneven_step", None)
+        result = output if kept is not None and kept.alone else \
+            super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        if kept is not None:
+            kept.attend(self.requests.layers[layer.layer_name], layer, self, query, kv_cache, output)
         step = getattr(attn_metadata, "observed_step", None)
         if step is not None:
             self._observe_step(layer, query, kv_cache, step)
@@ -188,7 +202,11 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
             if newest.size(0) != row.queries:
                 raise RuntimeError(f"tessera: {newest.size(0)} queries of {one.request} are there; expected "
                                    f"{row.queries}; this is an error of tessera_vllm: please report it")
-            stored.compact(operations, index, newest, schedule.kept_blocks, seen.statistics)
+            if schedule.uneven:
+                requests.kept_pages(one.request, self.num_kv_heads, schedule, one.end).compact(
+                    index, stored, operations, newest, schedule)
+            else:
+                stored.compact(operations, index, newest, schedule.kept_blocks, seen.statistics)
             requests.compactions += index == 0
         if schedule.next_compaction(one.end) is None:
             seen.positions = seen.scores = seen.statistics = None

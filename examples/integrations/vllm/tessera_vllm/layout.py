@@ -49,19 +49,26 @@ class RequestLayer:
         first = torch.tensor([int(self.paged.positions[0, 0, self.tokens - 1]) + 1 - queries.size(0)], dtype=torch.int32)
         operations.observe(index, self.paged, queries[None].contiguous(), first, statistics=statistics)
 
+    def choose(self, operations, index, queries, kept_blocks, tail=None, granularity=1, statistics=None):
+        """What of the tokens in full blocks stays: (the layer without the tail, slots, counts)."""
+        full = self.tokens // self.block * self.block
+        first = int(self.paged.positions[0, 0, self.tokens - 1]) + 1 - queries.size(0)
+        candidates = self.paged._replace(lengths=torch.full_like(self.paged.lengths, full))
+        number = lambda value: None if value is None else torch.tensor([value], dtype=torch.int32)
+        slots, counts = operations.choose(
+            index, candidates, queries[None].contiguous(), number(first), budgets=number(kept_blocks * self.block),
+            tails=number(tail), granularity=granularity, statistics=statistics)
+        return candidates, slots, counts
+
     def compact(self, operations, index, queries, kept_blocks, statistics=None):
         """Chooses among the tokens in full blocks, and moves what is kept into the last of these. Afterwards the layer
         is without the blocks before them."""
         full, kept = self.tokens // self.block * self.block, kept_blocks * self.block
-        first = int(self.paged.positions[0, 0, self.tokens - 1]) + 1 - queries.size(0)
-        candidates = self.paged._replace(lengths=torch.full_like(self.paged.lengths, full))
-        number = lambda value: torch.tensor([value], dtype=torch.int32)
-        slots, counts = operations.choose(index, candidates, queries[None].contiguous(), number(first),
-                                          budgets=number(kept), statistics=statistics)
+        candidates, slots, counts = self.choose(operations, index, queries, kept_blocks, statistics=statistics)
         if not bool((counts == kept).all()):
             raise RuntimeError(f"tessera: counts of layer {index} are {counts.tolist()[0]}; expected {kept} of every "
                                "kv_head; take a method that gives all heads the same")
-        operations.pack(candidates, slots, counts, number(full))
+        operations.pack(candidates, slots, counts, torch.tensor([full], dtype=torch.int32))
         self.begin = full - kept
 
     begin = 0  # the first slot that is read

@@ -14,6 +14,7 @@ def package():
     if importlib.util.find_spec("tessera_torch") is None:
         sys.path.append(str(TESSERA_TORCH))
     import tessera_torch
+    import tessera_torch.virtual_pages
     return tessera_torch
 
 
@@ -65,12 +66,12 @@ class Operators:
                              f"them in the folder of libraries; run: {command}") from error
 
     def try_out(self, block):
-        """Chooses among random rows as a prompt's end would: the settings are right, and every head of every layer
-        keeps as many tokens. Errors: ValueError of one sentence."""
+        """Chooses among random rows as a prompt's end would: the settings are right, and heads keep as many tokens as
+        their blocks have. Errors: ValueError of one sentence."""
         import torch
-        model = self.model
-        kept = -(-max(self.settings.budget, self.settings.window) // block) * block
-        tokens, queries = kept + 2 * block, max(1, self.settings.window)
+        model, uneven = self.model, self.settings.uneven
+        kept_blocks = -(-max(self.settings.budget, self.settings.window) // block)
+        tokens, queries = (kept_blocks + 2) * block, max(1, self.settings.window)
         random = torch.Generator().manual_seed(1)
         draw = lambda *shape: torch.randn(shape, generator=random).to(model.dtype)
         k, v = draw(1, tokens, model.kv_heads, model.dim), draw(1, tokens, model.kv_heads, model.dim)
@@ -88,9 +89,13 @@ class Operators:
         for index in range(model.layers):
             q = draw(1, queries, model.q_heads, model.dim)
             pages.observe(index, layer, q, first, statistics=sums)
-            _, counts = pages.choose(index, layer, q, first, budgets=torch.tensor([kept], dtype=torch.int32),
-                                          statistics=sums)
-            if not bool((counts == kept).all()):
+            _, counts = pages.choose(index, layer, q, first, budgets=torch.tensor([kept_blocks * block], dtype=torch.int32),
+                                     granularity=block if uneven else 1, statistics=sums)
+            if uneven and int(counts.sum()) > kept_blocks * block * model.kv_heads:
                 raise asking.refused(f"what {self.settings.method} keeps in layer {index}", counts.tolist()[0],
-                                     f"{kept} tokens of every kv_head, as in vLLM's tables all have one length",
+                                     f"{kept_blocks * block} tokens of a kv_head on average",
+                                     "leave out parameters that make layers unequal")
+            if not uneven and not bool((counts == kept_blocks * block).all()):
+                raise asking.refused(f"what {self.settings.method} keeps in layer {index}", counts.tolist()[0],
+                                     f"{kept_blocks * block} tokens of every kv_head, as in vLLM's tables all have one length",
                                      "leave out parameters that make layers or heads unequal")

@@ -26,6 +26,7 @@ class Schedule:
     window:      the newest queries before an end that its choice looks at
     every_query: every query of the prompt must be seen, so that none of it may come from a prefix cache
     every_block: behind the prompt each full block is an end
+    uneven:      heads keep unequal numbers of blocks, in pages that only the worker knows (uneven.py)
     """
     prompt: int
     block: int
@@ -34,6 +35,7 @@ class Schedule:
     window: int = 0
     every_query: bool = False
     every_block: bool = False
+    uneven: bool = False
 
     def last_end(self, position):
         """The last end at or before a position; 0: there was none."""
@@ -105,7 +107,7 @@ def schedule_of(settings, prompt, block):
     # Every end shall have at least one full block more than the last.
     chunk = max(settings.chunk, block) if settings.mode == "chunked" else 0
     return Schedule(prompt, block, kept, chunk, settings.window, settings.observes in ("every_query", "statistics"),
-                    settings.drops_in_steps)
+                    settings.drops_in_steps, settings.mode == "uneven")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,21 +11,24 @@ import json
 MODES = {
     "compact": "when a prompt ends, each layer keeps `budget` tokens of each kv_head",
     "chunked": "the same at every `chunk` tokens of the prompt, and at its end",
+    "uneven": "when a prompt ends, each layer keeps `budget` tokens of a kv_head on average, for which its heads compete",
     "off": "requests stay whole, except those that ask for another mode",
 }
 # The newest queries of a prompt that a method looks at unless its parameter `window` says another number; 0: none.
-METHODS = {"chunkkv": 32, "criticalkv": 32, "expected_attention": 0, "h2o": 0, "keydiff": 0, "knorm": 0, "lagkv": 0,
-           "random": 0, "snapkv": 32, "streaming_llm": 0, "tova": 0}
+EVEN = {"chunkkv": 32, "criticalkv": 32, "expected_attention": 0, "h2o": 0, "keydiff": 0, "knorm": 0, "lagkv": 0,
+        "random": 0, "snapkv": 32, "streaming_llm": 0, "tova": 0}
+UNEVEN = {"ada_snapkv": 32}
+METHODS = EVEN | UNEVEN
+OF_MODE = {"compact": EVEN, "chunked": EVEN, "uneven": UNEVEN, "off": METHODS}
 # What the others observe of queries, as PageOperations.observes has it.
 OBSERVES = {"expected_attention": "statistics", "h2o": "every_query", "tova": "newest_query"}
 DROPS_IN_STEPS = ("h2o", "tova")
-_UNEVEN = "it gives heads or layers unequal numbers of tokens, and vLLM's tables have one length for all"
+_LAYERS = "it gives layers unequal numbers of tokens, and all layers of vLLM share one table"
 _WHOLE = "it keeps every token of a prompt, so that no block would be free"
 _READS = "it chooses what a step reads, and only what a prompt keeps is chosen here"
 _TEXT = "it goes by the text's sentences, which a worker does not see"
 REFUSED = {
-    "ada_snapkv": _UNEVEN, "pyramidkv": _UNEVEN, "tangram": _UNEVEN,
-    "duo_attention": _UNEVEN, "mosaickv": _UNEVEN, "full": _WHOLE, "a_shape": _WHOLE, "tri_shape": _WHOLE,
+    "pyramidkv": _LAYERS, "tangram": _LAYERS, "duo_attention": _LAYERS, "mosaickv": _LAYERS, "full": _WHOLE, "a_shape": _WHOLE, "tri_shape": _WHOLE,
     "minference": _WHOLE, "think": _WHOLE, "quest": _READS, "rocketkv": _READS, "rocketkv_mt": _READS, "sparq": _READS,
     "exact_topk": _READS, "hsa": _READS, "loopserve": _READS, "loopserve_decode": _READS, "loopserve_prefill": _READS,
     "sablock": _TEXT, "sentencekv": _TEXT, "kvzip": "it reads a prompt twice",
@@ -41,7 +44,8 @@ HIDDEN = ("layers", "q_heads", "kv_heads", "dim", "dtype", "device", "budget", "
 class Settings:
     """mode:       of MODES
     method:     of METHODS
-    budget:     tokens that each kv_head of each layer keeps of a prompt; rounded up to whole blocks
+    budget:     tokens that each kv_head of each layer keeps of a prompt; rounded up to whole blocks; of the mode
+                `uneven` on average over the kv_heads of a layer
     chunk:      of the mode `chunked`: tokens of the prompt between two choices
     parameters: the method's own, (name, value) pairs
     figures:    a file that gets a line for every request that ends; None: no file
@@ -57,6 +61,11 @@ class Settings:
     def window(self):
         """The newest queries that the method looks at; the prompt's last tokens that these are of are always kept."""
         return dict(self.parameters).get("window", METHODS[self.method]) if METHODS[self.method] else 0
+
+    @property
+    def uneven(self):
+        """Whether the method gives the heads of a layer unequal numbers."""
+        return self.method in UNEVEN
 
     @property
     def observes(self):
@@ -118,6 +127,10 @@ def _parameters(value):
     return tuple(sorted(value.items()))
 
 
+def _mode_of(settings):
+    return "uneven" if settings.uneven else "compact"
+
+
 def _figures(value):
     if value is not None and (not isinstance(value, str) or not value):
         raise refused("figures", repr(value), "the path of a file", "pass one, or leave it out")
@@ -137,6 +150,9 @@ def of_server(additional_config):
     window = dict(made.parameters).get("window")
     if METHODS[made.method] and window is not None:
         _count("window", window)
+    if made.method not in OF_MODE[made.mode]:
+        raise refused("method", f"{made.method!r} in the mode {made.mode!r}", _words(OF_MODE[made.mode]),
+                      f"take one of these, or the mode {_mode_of(made)!r}")
     if made.budget < made.window:
         raise refused("budget", made.budget, f"at least the window, which is {made.window}",
                       "raise the budget or lower the window: the window's own tokens are always kept")
@@ -161,5 +177,9 @@ def of_request(extra_args):
 
 
 def for_request(server, extra_args):
-    """The server's settings with what a request asks for instead."""
-    return dataclasses.replace(server, **of_request(extra_args))
+    """The server's settings with what a request asks for instead. Errors: ValueError of one sentence."""
+    made = dataclasses.replace(server, **of_request(extra_args))
+    if made.method not in OF_MODE[made.mode]:
+        raise refused("mode of a request", repr(made.mode), f"{_mode_of(made)} or off, as the server has {made.method}",
+                      "pass one of these, or leave it out")
+    return made

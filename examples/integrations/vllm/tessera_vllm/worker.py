@@ -8,7 +8,7 @@ import dataclasses
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from . import names, operators, plan, refusals, settings, steps
+from . import names, operators, plan, refusals, settings, steps, uneven
 
 names.check()
 active = None  # of this process; None: its model is served without tessera
@@ -38,6 +38,8 @@ class Requests:
         self.operators = operators.Operators(asked, model)
         self.schedules = {}   # request id -> Schedule
         self.observed = {}    # request id -> {layer: Observed}
+        self.kept = {}        # request id -> uneven.KeptPages
+        self.tables = None    # uneven.Tables of the requests that decode together
         self.layers = {}      # layer -> its number
         self.compactions = 0  # how often a prompt was compacted
         self.batch = None     # steps.Batch of the requests that decode together
@@ -55,12 +57,25 @@ class Requests:
         return self.observed.setdefault(request_id, {}).setdefault(name, Observed())
 
     def drop(self, request_id):
-        for table in (self.schedules, self.observed):
+        for table in (self.schedules, self.observed, self.kept):
             table.pop(request_id, None)
         if self.batch is not None:
             self.batch.forget(request_id)
             if not any(self.batch.ids):
                 self.batch = None
+
+    def kept_pages(self, request_id, kv_heads, schedule, end):
+        """Of a request whose prompt is compacted at `end`, in a layer after the other."""
+        if request_id not in self.kept:
+            self.kept[request_id] = uneven.KeptPages(len(self.layers), kv_heads, schedule.kept_blocks,
+                                                     end // schedule.block)
+        return self.kept[request_id]
+
+    def tables_of(self, rows, block):
+        """rows: uneven.Row."""
+        if self.tables is None or self.tables.of != uneven.Tables.key(rows, block):
+            self.tables = uneven.Tables(rows, block)
+        return self.tables
 
     def join_batch(self, ids, block):
         """These requests are observed together in the step that begins."""
