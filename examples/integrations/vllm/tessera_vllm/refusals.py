@@ -3,7 +3,7 @@ from .operators import Model, Operators
 from .settings import refused
 
 WORKER, SCHEDULER = "tessera_vllm.worker.Worker", "tessera_vllm.scheduler.Scheduler"
-BACKEND = "tessera_vllm.cpu_backend.Backend"
+BACKEND = "tessera_vllm.cpu.backend.Backend"
 
 
 def _class_of(option):

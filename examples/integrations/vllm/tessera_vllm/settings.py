@@ -180,6 +180,7 @@ def for_request(server, extra_args):
     """The server's settings with what a request asks for instead. Errors: ValueError of one sentence."""
     made = dataclasses.replace(server, **of_request(extra_args))
     if made.method not in OF_MODE[made.mode]:
-        raise refused("mode of a request", repr(made.mode), f"{_mode_of(made)} or off, as the server has {made.method}",
-                      "pass one of these, or leave it out")
+        allowed = [mode for mode in MODES if made.method in OF_MODE[mode] and mode != "off"]
+        raise refused("mode of a request", repr(made.mode),
+                      f"{', '.join(allowed)} or off, as the server has {made.method}", "pass one of these, or leave it out")
     return made

@@ -8,7 +8,8 @@ import dataclasses
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from . import names, operators, plan, refusals, settings, steps, uneven
+from . import names, operators, plan, refusals, settings
+from .cpu import steps, uneven
 
 names.check()
 active = None  # of this process; None: its model is served without tessera

@@ -119,8 +119,11 @@ class Schedules(unittest.TestCase):
     def test_a_servers_wrong_setting_is_refused_in_a_sentence(self):
         for given, said in [
             ("snapkv", "is 'snapkv'; expected a dict"), ({"modus": "compact"}, "is 'modus'; expected budget, chunk"),
-            ({"mode": "read"}, "mode is 'read'; expected chunked, compact, off"), ({"mode": 3}, "mode is 3"),
-            ({"method": "kvzip"}, "method is 'kvzip'; expected chunkkv"), ({"method": "ada_snapkv"}, "unequal numbers of tokens"),
+            ({"mode": "read"}, "mode is 'read'; expected chunked, compact, off, uneven"), ({"mode": 3}, "mode is 3"),
+            ({"method": "kvzip"}, "method is 'kvzip'; expected ada_snapkv, chunkkv"), ({"method": "pyramidkv"}, "gives layers unequal numbers of tokens"),
+            ({"method": "ada_snapkv"}, "method is 'ada_snapkv' in the mode 'compact'; expected chunkkv, criticalkv"),
+            ({"method": "ada_snapkv"}, "or the mode 'uneven'"),
+            ({"mode": "uneven"}, "method is 'snapkv' in the mode 'uneven'; expected ada_snapkv; take one of these, or the mode 'compact'"),
             ({"method": "quest"}, "what a step reads"), ({"method": "nonsense"}, "method is 'nonsense'"),
             ({"method": ["snapkv"]}, "method is ['snapkv']"), ({"method": "a_shape"}, "keeps every token"),
             ({"budget": 0}, "budget is 0; expected a whole number from 1"), ({"budget": 2.5}, "budget is 2.5"),
@@ -141,6 +144,15 @@ class Schedules(unittest.TestCase):
         ]:
             with self.subTest(said), self.assertRaises(ValueError) as caught:
                 settings.of_request({"tessera": given})
+            self.assertTrue(said in str(caught.exception), caught.exception)
+
+    def test_a_request_of_a_mode_that_the_servers_method_has_not_is_refused(self):
+        for server, mode, said in [({"mode": "uneven", "method": "ada_snapkv"}, "compact", "expected uneven or off, as the server has ada_snapkv"),
+                                   ({"method": "keydiff"}, "uneven", "expected compact, chunked or off, as the server has keydiff")]:
+            own = settings.of_server({"tessera": server})
+            assert settings.for_request(own, {"tessera": {"mode": "off"}}).mode == "off"
+            with self.assertRaises(ValueError) as caught:
+                settings.for_request(own, {"tessera": {"mode": mode}})
             self.assertTrue(said in str(caught.exception), caught.exception)
 
     def test_nothing_is_asked_of_a_server_without_settings(self):

@@ -78,8 +78,10 @@ BUDGET = {"tessera": {"budget": 256}}
 
 
 @pytest.mark.parametrize("options, said", [
-    ({**CLASSES, "additional_config": {"tessera": {"method": "kvzip"}}}, "tessera: method is 'kvzip'; expected chunkkv"),
+    ({**CLASSES, "additional_config": {"tessera": {"method": "kvzip"}}}, "tessera: method is 'kvzip'; expected ada_snapkv, chunkkv"),
     ({**CLASSES, "additional_config": {"tessera": {"mode": "read"}}}, "tessera: mode is 'read'; expected"),
+    ({**CLASSES, "additional_config": {"tessera": {"method": "ada_snapkv"}}},
+     "tessera: method is 'ada_snapkv' in the mode 'compact'"),
     ({**CLASSES, "additional_config": {"tessera": {"parameters": {"windw": 3}}}},
      "parameter is 'windw'; expected window"),
     ({**CLASSES, "additional_config": {"tessera": {"parameters": {"dense_layers": 2}}}},

@@ -7,8 +7,9 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from . import layout, plan, refusals, settings, steps, uneven, worker
-from .blocks import CompactedSpec
+from .. import plan, refusals, settings, worker
+from ..blocks import CompactedSpec
+from . import layout, steps, uneven
 
 
 @dataclasses.dataclass(frozen=True)

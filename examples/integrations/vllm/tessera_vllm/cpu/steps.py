@@ -7,8 +7,8 @@ import dataclasses
 
 import torch
 
+from ..operators import package
 from . import layout
-from .operators import package
 
 SPARE_BLOCKS = 4  # by which columns grow
 
@@ -17,7 +17,7 @@ SPARE_BLOCKS = 4  # by which columns grow
 class Step:
     """The rows of a step that are observed together, one new token each.
 
-    rows:    cpu_backend.ObservedRow
+    rows:    backend.ObservedRow
     queries: their rows in the step's queries: a slice, or [rows]
     tables:  [rows, blocks] that attention reads
     lengths: [rows, kv_heads], tokens that are stored

@@ -12,7 +12,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm import envs
 
-from .operators import package
+from ..operators import package
 
 
 def shared_out(blocks, kv_heads, counts):
@@ -109,7 +109,7 @@ class Tables:
 class Step:
     """What the layers of one step need.
 
-    builder: cpu_backend.MetadataBuilder, for the facts of vLLM's kernels; alone: the step has no other rows
+    builder: backend.MetadataBuilder, for the facts of vLLM's kernels; alone: the step has no other rows
     """
 
     def __init__(self, rows, tables, builder, alone):
@@ -126,7 +126,7 @@ class Step:
             self.queries = torch.cat([((torch.arange(row.tokens) + row.begin) * kv_heads + head).flatten() for row in rows])
 
     def attend(self, index, layer, attention, query, kv_cache, output):
-        """attention: cpu_backend.Attention. Writes the rows of output [tokens, q_heads, dim]."""
+        """attention: backend.Attention. Writes the rows of output [tokens, q_heads, dim]."""
         builder, heads = self.builder, attention.num_kv_heads
         group, dim = attention.num_heads // heads, attention.head_size
         k, v = kv_cache.view(-1, 1, kv_cache.size(2) * 2, dim).chunk(2, dim=2)

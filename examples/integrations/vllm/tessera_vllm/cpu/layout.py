@@ -5,7 +5,7 @@ of K and then all of V, and K transposed: [dim, block] (isa vec and vec16).
 """
 import torch
 
-from .operators import package
+from ..operators import package
 
 
 def pages(kv_cache):
