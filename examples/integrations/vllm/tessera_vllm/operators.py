@@ -4,6 +4,7 @@ import importlib.util
 import pathlib
 import sys
 
+from . import plan
 from . import settings as asking
 
 TESSERA_TORCH = pathlib.Path(__file__).resolve().parents[2] / "pytorch"  # its folder beside this one in the repository
@@ -57,8 +58,8 @@ class Operators:
         try:
             return torch_package.PageOperations(
                 self.settings.method, layers=model.layers, q_heads=model.q_heads, kv_heads=model.kv_heads,
-                dim=model.dim, dtype=model.dtype, budget=max(self.settings.budget, self.settings.window), scale=scale,
-                softcap=softcap, **named)
+                dim=model.dim, dtype=model.dtype, scale=scale, softcap=softcap, profile=self.settings.profile or None,
+                budget=None if self.settings.profile else max(self.settings.budget, self.settings.window), **named)
         except FileNotFoundError as error:
             command = (f"python -m tessera_vllm.build --model {model.path} --methods {self.settings.method} "
                        f"--dtype {str(model.dtype).removeprefix('torch.')}")
@@ -70,8 +71,12 @@ class Operators:
         their blocks have. Errors: ValueError of one sentence."""
         import torch
         model, uneven = self.model, self.settings.uneven
-        kept_blocks = -(-max(self.settings.budget, self.settings.window) // block)
-        tokens, queries = (kept_blocks + 2) * block, max(1, self.settings.window)
+        shape, profile = (model.layers, model.kv_heads), self.settings.profile
+        if profile and (len(profile), len(profile[0])) != shape:
+            raise asking.refused("layers and kv_heads of the profile", (len(profile), len(profile[0])), f"{shape}, as the model has",
+                                 "make one for this model by `tessera calibrate`")
+        tokens = (plan.blocks_for(max(self.settings.budget, self.settings.window), block) + 2) * block
+        kept_blocks, queries = plan.kept_blocks(self.settings, tokens, block), max(1, self.settings.window)
         random = torch.Generator().manual_seed(1)
         draw = lambda *shape: torch.randn(shape, generator=random).to(model.dtype)
         k, v = draw(1, tokens, model.kv_heads, model.dim), draw(1, tokens, model.kv_heads, model.dim)

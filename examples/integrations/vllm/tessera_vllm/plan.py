@@ -11,6 +11,8 @@ stands behind the last full block stays where it is. A table stays indexed by a 
 tokens are the engine's own; what attention reads is the table without its first `dropped` columns.
 """
 import dataclasses
+import fractions
+import math
 
 
 def blocks_for(tokens, block):
@@ -98,12 +100,23 @@ class Schedule:
         return most
 
 
+def kept_blocks(settings, prompt, block):
+    """Blocks that stay of a prompt: as many as the layer needs that keeps most."""
+    if not settings.profile:
+        # A choice keeps at least the window's own tokens.
+        return blocks_for(max(settings.budget, settings.window), block)
+    full, window = prompt // block * block, blocks_for(settings.window, block) * block
+    # Shares are decimals, as the method takes them.
+    share = lambda number: math.ceil(fractions.Fraction(str(number)) * full)
+    most = max(sum(min(full, max(window, share(number))) for number in layer) for layer in settings.profile)
+    return max(1, blocks_for(most // block, len(settings.profile[0])))
+
+
 def schedule_of(settings, prompt, block):
     """A request's schedule from its settings."""
     if settings.mode == "off":
         return Schedule(prompt, block, blocks_for(prompt, block))
-    # A choice keeps at least the window's own tokens.
-    kept = blocks_for(max(settings.budget, settings.window), block)
+    kept = kept_blocks(settings, prompt, block)
     # Every end shall have at least one full block more than the last.
     chunk = max(settings.chunk, block) if settings.mode == "chunked" else 0
     return Schedule(prompt, block, kept, chunk, settings.window, settings.observes in ("every_query", "statistics"),

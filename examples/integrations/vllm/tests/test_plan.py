@@ -2,6 +2,7 @@
 import pathlib
 import random
 import sys
+import tempfile
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -145,6 +146,28 @@ class Schedules(unittest.TestCase):
             with self.subTest(said), self.assertRaises(ValueError) as caught:
                 settings.of_request({"tessera": given})
             self.assertTrue(said in str(caught.exception), caught.exception)
+
+    def test_a_profile_is_read_and_a_wrong_one_refused_in_a_sentence(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "profile.json")
+            asked = {"mode": "uneven", "method": "tangram", "profile": str(path)}
+            for text, more, said in [
+                (None, {}, "expected the path of a file of `tessera calibrate`"), ("[]", {}, "TypeError"),
+                ('{"budget": [[0.5, 1.5]]}', {}, "expected a share in (0, 1]"),
+                ('{"budget": [[0.5], [0.5, 0.5]]}', {}, "expected a share in (0, 1]"),
+                ('{"budget": [[0.5]]}', {"budget": 64}, "profile is given beside tangram and a budget"),
+                ('{"budget": [[0.5]]}', {"method": "ada_snapkv"}, "profile is given beside ada_snapkv; expected one of tangram"),
+            ]:
+                if text is not None:
+                    path.write_text(text)
+                with self.subTest(said), self.assertRaises(ValueError) as caught:
+                    settings.of_server({"tessera": {**asked, **more}})
+                self.assertTrue(said in str(caught.exception), caught.exception)
+            own = settings.of_server({"tessera": asked})
+            assert own.profile == ((0.5,),)
+            with self.assertRaises(ValueError) as caught:
+                settings.for_request(own, {"tessera": {"budget": 4}})
+            self.assertTrue("budget of a request is 4; expected none" in str(caught.exception), caught.exception)
 
     def test_a_request_of_a_mode_that_the_servers_method_has_not_is_refused(self):
         for server, mode, said in [({"mode": "uneven", "method": "ada_snapkv"}, "compact", "expected uneven or off, as the server has ada_snapkv"),
