@@ -1,8 +1,8 @@
 """Heads that keep unequal numbers of rows in pages that hold all heads: each head's part of a page is a virtual page.
 
-Virtual page = page * ids + head, where `ids` is how many strides from head to head a page is long: kv_heads where a page
-has the heads one behind the other, and nothing else. A table of virtual pages gives a head any of them, also one that lies
-in another head's part of a page. Kernels that know one length a sequence read such tables as sequences of one head.
+The number of a virtual page is page * ids + head. `ids` is how many strides from head to head a page is long: kv_heads
+where a page holds its heads one behind the other. A table of virtual pages gives a head any of them, also one in
+another head's part of a page. Kernels that know one length a sequence read such tables as sequences of one head.
 """
 import torch
 
@@ -10,10 +10,14 @@ from .pages import PagedLayer
 
 
 def ids_of_page(pool):
-    """How many virtual pages a page of [pages, page, kv_heads, dim] is long. Errors: ValueError if that is no whole number."""
+    """How many virtual pages a page of [pages, page, kv_heads, dim] is long.
+
+    Errors: ValueError if that is no whole number.
+    """
     outer, _, head, _ = pool.stride()
     if outer % head:
-        raise ValueError(f"the stride from page to page is {outer}; expected a multiple of that from head to head, {head}; pad the pages")
+        raise ValueError(f"the stride from page to page is {outer}; expected a multiple of that from head to head, "
+                         f"{head}; pad the pages")
     return outer // head
 
 
@@ -25,10 +29,14 @@ def one_head_pages(pool):
 
 
 def by_head(layer):
-    """The same rows of a PagedLayer over virtual pages: k and v are views, tables are new, [sequences, kv_heads, blocks]."""
+    """The same rows of a PagedLayer over virtual pages.
+
+    k and v of the result are views, its tables [sequences, kv_heads, blocks] are new.
+    """
     ids, heads = ids_of_page(layer.k), layer.k.shape[2]
     if ids_of_page(layer.v) != ids:
-        raise ValueError(f"virtual pages of a page of v are {ids_of_page(layer.v)}; expected those of k, {ids}; lay k and v out alike")
+        raise ValueError(f"virtual pages of a page of v are {ids_of_page(layer.v)}; expected those of k, {ids}; "
+                         "lay k and v out alike")
     own = torch.arange(heads, dtype=torch.int32, device=layer.tables.device)
     return layer._replace(k=one_head_pages(layer.k), v=one_head_pages(layer.v),
                           tables=layer.tables[:, None] * ids + own[None, :, None])
@@ -37,9 +45,10 @@ def by_head(layer):
 def move(layer, slots, counts, tables):
     """Chosen rows of a layer of virtual pages move to the pages of other tables -> the layer behind these tables.
 
-    slots [sequences, kv_heads, capacity], of which the first counts [sequences, kv_heads] count, as `choose` returns them.
-    tables [sequences, kv_heads, blocks]: a head's i-th row goes to slot i. They may name pages of `layer.tables`, of any head:
-    all rows are read before one is written. No virtual page may occur in them twice.
+    slots, counts: as `choose` returns them
+    tables:        [sequences, kv_heads, blocks]; a head's i-th row goes to slot i. They may name pages of
+                   `layer.tables`, of any head, because all rows are read before one is written. No page that gets
+                   rows may occur twice
     Lengths, positions and scores of the result are new tensors.
     """
     page, capacity = layer.k.shape[1], tables.shape[2] * layer.k.shape[1]

@@ -73,8 +73,8 @@ class Operators:
         model, uneven = self.model, self.settings.uneven
         shape, profile = (model.layers, model.kv_heads), self.settings.profile
         if profile and (len(profile), len(profile[0])) != shape:
-            raise asking.refused("layers and kv_heads of the profile", (len(profile), len(profile[0])), f"{shape}, as the model has",
-                                 "make one for this model by `tessera calibrate`")
+            raise asking.refused("layers and kv_heads of the profile", (len(profile), len(profile[0])),
+                                 f"{shape}, as the model has", "make one for this model by `tessera calibrate`")
         tokens = (plan.blocks_for(max(self.settings.budget, self.settings.window), block) + 2) * block
         kept_blocks, queries = plan.kept_blocks(self.settings, tokens, block), max(1, self.settings.window)
         random = torch.Generator().manual_seed(1)
@@ -94,13 +94,14 @@ class Operators:
         for index in range(model.layers):
             q = draw(1, queries, model.q_heads, model.dim)
             pages.observe(index, layer, q, first, statistics=sums)
-            _, counts = pages.choose(index, layer, q, first, budgets=torch.tensor([kept_blocks * block], dtype=torch.int32),
-                                     granularity=block if uneven else 1, statistics=sums)
+            budgets = torch.tensor([kept_blocks * block], dtype=torch.int32)
+            _, counts = pages.choose(index, layer, q, first, budgets=budgets, granularity=block if uneven else 1,
+                                     statistics=sums)
             if uneven and int(counts.sum()) > kept_blocks * block * model.kv_heads:
                 raise asking.refused(f"what {self.settings.method} keeps in layer {index}", counts.tolist()[0],
                                      f"{kept_blocks * block} tokens of a kv_head on average",
                                      "leave out parameters that make layers unequal")
             if not uneven and not bool((counts == kept_blocks * block).all()):
                 raise asking.refused(f"what {self.settings.method} keeps in layer {index}", counts.tolist()[0],
-                                     f"{kept_blocks * block} tokens of every kv_head, as in vLLM's tables all have one length",
-                                     "leave out parameters that make layers or heads unequal")
+                                     f"{kept_blocks * block} tokens of every kv_head, as in vLLM's tables all have one "
+                                     "length", "leave out parameters that make layers or heads unequal")

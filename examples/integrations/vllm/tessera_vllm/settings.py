@@ -12,7 +12,7 @@ import pathlib
 MODES = {
     "compact": "when a prompt ends, each layer keeps `budget` tokens of each kv_head",
     "chunked": "the same at every `chunk` tokens of the prompt, and at its end",
-    "uneven": "when a prompt ends, each layer keeps `budget` tokens of a kv_head on average, for which its heads compete",
+    "uneven": "when a prompt ends, each layer keeps `budget` tokens of a kv_head on average, unequal numbers of each",
     "off": "requests stay whole, except those that ask for another mode",
 }
 # The newest queries of a prompt that a method looks at unless its parameter `window` says another number; 0: none.
@@ -30,7 +30,8 @@ _WHOLE = "it keeps every token of a prompt, so that no block would be free"
 _READS = "it chooses what a step reads, and only what a prompt keeps is chosen here"
 _TEXT = "it goes by the text's sentences, which a worker does not see"
 REFUSED = {
-    "pyramidkv": _LAYERS, "duo_attention": _LAYERS, "mosaickv": _LAYERS, "full": _WHOLE, "a_shape": _WHOLE, "tri_shape": _WHOLE,
+    "pyramidkv": _LAYERS, "duo_attention": _LAYERS, "mosaickv": _LAYERS, "full": _WHOLE, "a_shape": _WHOLE,
+    "tri_shape": _WHOLE,
     "minference": _WHOLE, "think": _WHOLE, "quest": _READS, "rocketkv": _READS, "rocketkv_mt": _READS, "sparq": _READS,
     "exact_topk": _READS, "hsa": _READS, "loopserve": _READS, "loopserve_decode": _READS, "loopserve_prefill": _READS,
     "sablock": _TEXT, "sentencekv": _TEXT, "kvzip": "it reads a prompt twice",
@@ -211,5 +212,6 @@ def for_request(server, extra_args):
     if made.method not in OF_MODE[made.mode]:
         allowed = [mode for mode in MODES if made.method in OF_MODE[mode] and mode != "off"]
         raise refused("mode of a request", repr(made.mode),
-                      f"{', '.join(allowed)} or off, as the server has {made.method}", "pass one of these, or leave it out")
+                      f"{', '.join(allowed)} or off, as the server has {made.method}",
+                      "pass one of these, or leave it out")
     return made

@@ -20,8 +20,8 @@ class Observed:
     """What later ends of a request need of a layer.
 
     queries:    the newest ones, [tokens, q_heads, dim]
-    positions:  of what is stored behind the blocks that were dropped, as far as it was looked at, [kv_heads, tokens]; None:
-                every token from 0 on
+    positions:  of what is stored behind the blocks that were dropped, as far as it was looked at, [kv_heads, tokens];
+                None: every token from 0 on
     scores:     of the same tokens, for methods that add up what every query gives, [kv_heads, tokens]
     statistics: sums over the prompt's queries, for methods that go by these
     """

@@ -2,8 +2,8 @@
 compared with.
 
 It has no blocks that move and no tables: of each layer and kv_head the rows in order, of which a choice keeps some,
-as many of every head or not. With blocks of one token it is what `tessera eval` does: the budget exactly, and every token of the prompt a
-candidate.
+as many of every head or not. With blocks of one token it is what `tessera eval` does: the budget exactly, and every
+token of the prompt a candidate.
 """
 import json
 import pathlib
@@ -109,7 +109,8 @@ class Reference:
     @torch.no_grad()
     def generate(self, prompt, new, schedule, operations):
         """Greedy tokens."""
-        by_head = lambda *shape, dtype=torch.float32: [torch.zeros(0, *shape, dtype=dtype) for _ in range(self.kv_heads)]
+        by_head = lambda *shape, dtype=torch.float32: [torch.zeros(0, *shape, dtype=dtype)
+                                                       for _ in range(self.kv_heads)]
         memory = [{"k": by_head(self.dim), "v": by_head(self.dim), "q": torch.zeros(0, self.q_heads, self.dim),
                    "positions": by_head(dtype=torch.int32), "scores": by_head(),
                    "statistics": operations.statistics(1) if operations.observes == "statistics" else None}

@@ -41,7 +41,8 @@ def test_methods_that_drop_in_steps_hold_no_more_however_long_an_answer_is(engin
             for name, request in ours.scheduler.requests.items():
                 if request.num_computed_tokens > request.num_prompt_tokens:
                     held = sum(not block.is_null for block in ours.manager.req_to_blocks[name])
-                    assert held <= 256 // BLOCK + 2  # a block that fills, and the full one before it until the next step
+                    # A block that fills, and the full one before it until the next step.
+                    assert held <= 256 // BLOCK + 2
                     steps += 1
         assert steps > 6 * BLOCK and ours.state().compactions >= 2 * (1 + 3) and ours.held() == 0
 

@@ -46,7 +46,8 @@ def check_pool(ours):
 def test_random_requests_lose_no_block(engine, tokenizer, number):
     draw = random.Random(100 + number)
     prompts = [document(tokenizer, 900, shared)[0] for shared in range(6)]  # common prefixes
-    blocks = 36 if ENGINES[number]["method"] in ("h2o", "ada_snapkv") else 52  # few enough that an answer runs out of them
+    # Few enough that an answer runs out of them.
+    blocks = 36 if ENGINES[number]["method"] in ("h2o", "ada_snapkv") else 52
     with engine(ENGINES[number], num_gpu_blocks_override=blocks, max_model_len=1024, max_num_seqs=8,
                 max_num_batched_tokens=draw.choice([256, 512, 1024]), enable_prefix_caching=number % 2 == 0) as ours:
         compute, spoilt = ours.runner.model.compute_logits, []

@@ -78,7 +78,8 @@ BUDGET = {"tessera": {"budget": 256}}
 
 
 @pytest.mark.parametrize("options, said", [
-    ({**CLASSES, "additional_config": {"tessera": {"method": "kvzip"}}}, "tessera: method is 'kvzip'; expected ada_snapkv, chunkkv"),
+    ({**CLASSES, "additional_config": {"tessera": {"method": "kvzip"}}},
+     "tessera: method is 'kvzip'; expected ada_snapkv, chunkkv"),
     ({**CLASSES, "additional_config": {"tessera": {"mode": "read"}}}, "tessera: mode is 'read'; expected"),
     ({**CLASSES, "additional_config": {"tessera": {"method": "ada_snapkv"}}},
      "tessera: method is 'ada_snapkv' in the mode 'compact'"),

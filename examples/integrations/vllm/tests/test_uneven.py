@@ -17,7 +17,8 @@ def served(request, engine, reference, tmp_path_factory):
     asked = {"mode": "uneven", "method": request.param.split()[0], "budget": 160}
     if "profile" in request.param:
         draw, path = random.Random(2), tmp_path_factory.mktemp("profile") / "profile.json"
-        shares = [[round(draw.uniform(0.05, 0.5), 3) for _ in range(reference.kv_heads)] for _ in range(reference.layers)]
+        shares = [[round(draw.uniform(0.05, 0.5), 3) for _ in range(reference.kv_heads)]
+                  for _ in range(reference.layers)]
         path.write_text(json.dumps({"budget": shares}))
         asked = {"mode": "uneven", "method": "tangram", "profile": str(path)}
     with engine(asked, dtype="float32", max_num_batched_tokens=700) as ours:
@@ -93,7 +94,7 @@ def test_pages_are_shared_out_once():
 
 
 def test_a_schedule_of_uneven_requests_is_one_of_compact_ones():
-    of = lambda mode, method: plan.schedule_of(settings.of_server({"tessera": {"mode": mode, "method": method}}), 1000, 32)
+    of = lambda mode, method: plan.schedule_of(own_settings({"mode": mode, "method": method}), 1000, 32)
     one, other = of("uneven", "ada_snapkv"), of("compact", "snapkv")
     assert one.uneven and not other.uneven
     for position in range(1, 1100):

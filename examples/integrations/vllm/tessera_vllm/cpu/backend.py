@@ -1,5 +1,5 @@
-"""The worker's side on the CPU: vLLM's own kernels over the columns of a table that are still read, and what is observed
-and compacted behind their attention."""
+"""The worker's side on the CPU: vLLM's own kernels over the columns of a table that are still read, and what is
+observed and compacted behind their attention."""
 import dataclasses
 
 import torch

@@ -28,8 +28,10 @@ def sequence(paged, row):
 class RequestLayer:
     """What a request stores in a layer, as Tessera's operators take it.
 
-    paged: a PagedLayer of this one sequence, whose table has the blocks that attention reads, in the order of its tokens,
-    the last of them partly filled; block: slots of a block; tokens: how many are stored.
+    paged:  a PagedLayer of this one sequence, whose table has the blocks that attention reads, in the order of its
+            tokens, the last of them partly filled
+    block:  slots of a block
+    tokens: how many are stored
     """
 
     def __init__(self, paged, block, tokens):
@@ -46,8 +48,9 @@ class RequestLayer:
 
     def observe(self, operations, index, queries, statistics=None):
         """queries [tokens, q_heads, dim], the newest ones; their keys are stored."""
-        first = torch.tensor([int(self.paged.positions[0, 0, self.tokens - 1]) + 1 - queries.size(0)], dtype=torch.int32)
-        operations.observe(index, self.paged, queries[None].contiguous(), first, statistics=statistics)
+        first = int(self.paged.positions[0, 0, self.tokens - 1]) + 1 - queries.size(0)
+        operations.observe(index, self.paged, queries[None].contiguous(), torch.tensor([first], dtype=torch.int32),
+                           statistics=statistics)
 
     def choose(self, operations, index, queries, kept_blocks, tail=None, granularity=1, statistics=None):
         """What of the tokens in full blocks stays: (the layer without the tail, slots, counts)."""

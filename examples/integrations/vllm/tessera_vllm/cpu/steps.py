@@ -105,7 +105,8 @@ class Batch:
         """query [tokens, q_heads, dim] of the step."""
         rows = torch.arange(len(step.rows))
         columns.positions[rows, :, step.lengths[:, 0].long() - 1] = step.newest[:, None]
-        paged = package().PagedLayer(*layout.pages(kv_cache), step.tables, step.lengths, columns.positions, columns.scores)
+        paged = package().PagedLayer(*layout.pages(kv_cache), step.tables, step.lengths, columns.positions,
+                                     columns.scores)
         operations.observe(index, paged, query[step.queries][:, None], step.newest)
         return paged
 

@@ -1,10 +1,10 @@
-"""The mode `uneven`: heads of a layer keep unequal numbers of blocks of a prompt, in the parts of vLLM's blocks that lie
-beside each other.
+"""The mode `uneven`: heads of a layer keep unequal numbers of tokens of a prompt, in whole virtual pages.
 
-A block of a layer is [kv_heads, block, 2 * dim]: kv_heads virtual pages, of numbers block * kv_heads + head. What a layer
-keeps fits into the virtual pages of a prompt's last kept blocks, of which a head takes as many as it keeps. Which page is
-whose is known to the worker alone. A step attends with every (request, kv_head) as a sequence of one head: first the
-pages that the head has kept, then its own pages of the blocks behind them.
+A block of a layer is [kv_heads, block, 2 * dim]. It has kv_heads virtual pages, of numbers block * kv_heads + head. What
+a layer keeps of a prompt fits into the virtual pages of the prompt's last kept_blocks full blocks, and a head gets as
+many of these pages as it keeps. The worker alone knows which page belongs to which head. In a step every (request,
+kv_head) is a sequence of one head: it reads the pages that the head has kept, and then its own pages of the blocks behind
+them.
 """
 import dataclasses
 
@@ -16,7 +16,7 @@ from ..operators import package
 
 
 def shared_out(blocks, kv_heads, counts):
-    """The virtual pages of these blocks by head, `counts` of them. A head has its own first, then those that others spare."""
+    """The virtual pages of these blocks, counts[head] for each head: its own first, then those that others spare."""
     own = [[block * kv_heads + head for block in blocks] for head in range(kv_heads)]
     spare = [page for head, count in enumerate(counts) for page in own[head][count:]]
     pages = []
@@ -40,15 +40,16 @@ class KeptPages:
         self.full = full
 
     def compact(self, index, stored, operations, queries, schedule):
-        """stored: layout.RequestLayer of the whole prompt. Chooses among the rows in full blocks, and moves what is kept."""
+        """Chooses among the rows in full blocks, and moves what is kept. stored: layout.RequestLayer of the prompt."""
         block, kept_blocks = stored.block, schedule.kept_blocks
         candidates, slots, counts = stored.choose(operations, index, queries, kept_blocks,
                                                   tail=-(-schedule.window // block) * block, granularity=block)
         pages = (counts[0] // block).tolist()
         kv_heads = len(pages)
         if bool((counts % block).any()) or sum(pages) > kv_heads * kept_blocks:
-            raise RuntimeError(f"tessera: counts of layer {index} are {counts.tolist()[0]}; expected whole blocks of {block}, "
-                               f"{kv_heads * kept_blocks} in all; this is an error of tessera_vllm: please report it")
+            raise RuntimeError(f"tessera: counts of layer {index} are {counts.tolist()[0]}; expected whole blocks of "
+                               f"{block}, {kv_heads * kept_blocks} in all; this is an error of tessera_vllm: please "
+                               "report it")
         blocks = candidates.tables[0, self.full - kept_blocks:self.full].tolist()
         for head, own in enumerate(shared_out(blocks, kv_heads, pages)):
             self.tables[index, head, :len(own)] = torch.tensor(own, dtype=torch.int32)
@@ -123,7 +124,8 @@ class Step:
         self.queries = slice(first * kv_heads, last * kv_heads)
         if last - first != len(rows):
             head = torch.arange(kv_heads)[:, None]
-            self.queries = torch.cat([((torch.arange(row.tokens) + row.begin) * kv_heads + head).flatten() for row in rows])
+            self.queries = torch.cat([((torch.arange(row.tokens) + row.begin) * kv_heads + head).flatten()
+                                      for row in rows])
 
     def attend(self, index, layer, attention, query, kv_cache, output):
         """attention: backend.Attention. Writes the rows of output [tokens, q_heads, dim]."""
