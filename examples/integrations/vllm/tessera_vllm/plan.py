@@ -8,8 +8,8 @@ A prompt is compacted at its ends: in the mode `compact` where it ends, in the m
 `chunk`. Methods that drop in each step have ends behind the prompt, too: wherever a block is full. At an end E, in
 blocks of S tokens, each layer chooses M * S of the tokens that it stores in full blocks, moves them into the LAST M
 full blocks before E, and the blocks before these are free: dropped(E) = E // S - M of them. What stands behind the last
-full block stays where it is. A table stays indexed by a token's position, so slots of new tokens are the engine's own; what
-attention reads is the table without its first `dropped` columns.
+full block stays where it is. A table stays indexed by a token's position, so slots of new tokens are the engine's own;
+what attention reads is the table without its first `dropped` columns.
 
 In the mode `uneven` the ends are those of `compact`, and M * S is what a kv_head keeps on average.
 """

@@ -157,9 +157,9 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
     def _observe_step(self, layer, query, kv_cache, step):
         requests, operations = self.requests, self._operations()
         index, batch = requests.layers[layer.layer_name], self.requests.batch
-        columns = batch.columns(layer.layer_name, step, requests.of_layer)
+        columns = batch.columns(layer.layer_name, kv_cache, step, requests.of_layer)
         query = query.view(-1, self.num_heads, self.head_size)
-        paged = batch.observe(operations, index, kv_cache, columns, step, query)
+        paged = batch.observe(operations, index, columns, step, query)
         for row, one in enumerate(step.rows):
             tokens = batch.stored[row] = one.end - one.row.skipped * one.schedule.block
             if one.row.compacts:

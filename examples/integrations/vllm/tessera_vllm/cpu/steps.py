@@ -21,12 +21,14 @@ class Step:
     queries: their rows in the step's queries: a slice, or [rows]
     tables:  [rows, blocks] that attention reads
     lengths: [rows, kv_heads], tokens that are stored
+    slots:   [rows, kv_heads, 1], of the new tokens
     newest:  [rows], positions of the new tokens
     """
     rows: list
     queries: slice | torch.Tensor
     tables: torch.Tensor
     lengths: torch.Tensor
+    slots: torch.Tensor
     newest: torch.Tensor
 
 
@@ -37,14 +39,18 @@ def step_of(rows, kv_heads, block):
     tables = torch.nn.utils.rnn.pad_sequence([one.blocks for one in rows], batch_first=True).to(torch.int32)
     queries = slice(begins[0], begins[-1] + 1) if begins[-1] - begins[0] + 1 == len(rows) else torch.tensor(begins)
     number = lambda values: torch.tensor(values, dtype=torch.int32)
-    return Step(rows, queries, tables, number(tokens)[:, None].expand(-1, kv_heads).contiguous(),
-                number([one.end - 1 for one in rows]))
+    lengths = number(tokens)[:, None].expand(-1, kv_heads).contiguous()
+    return Step(rows, queries, tables, lengths, lengths.long()[..., None] - 1, number([one.end - 1 for one in rows]))
 
 
 class Columns:
-    """Of one layer and all rows: positions and scores [rows, kv_heads, slots]. Behind what is stored scores are 0."""
+    """Of one layer and all rows: positions and scores [rows, kv_heads, slots]. Behind what is stored scores are 0.
 
-    def __init__(self, rows, kv_heads):
+    pages: the layer's k and v, as layout.pages has them
+    """
+
+    def __init__(self, rows, kv_heads, kv_cache):
+        self.pages = layout.pages(kv_cache)
         self.positions = torch.zeros(rows, kv_heads, 0, dtype=torch.int32)
         self.scores = torch.zeros(rows, kv_heads, 0)
 
@@ -85,12 +91,12 @@ class Batch:
         self.stored = [0] * len(self.ids)
         self.layers = {}
 
-    def columns(self, name, step, observed):
+    def columns(self, name, kv_cache, step, observed):
         """Of a layer. observed: the function from (request, layer) to worker.Observed."""
         slots = step.tables.size(1) * self.block
         known = self.layers.get(name)
         if known is None:
-            known = self.layers[name] = Columns(len(self.ids), step.lengths.size(1))
+            known = self.layers[name] = Columns(len(self.ids), step.lengths.size(1), kv_cache)
             known.reserve(slots, SPARE_BLOCKS * self.block)
             for row, one in enumerate(step.rows):
                 kept = observed(one.request, name)
@@ -101,12 +107,10 @@ class Batch:
         known.reserve(slots, SPARE_BLOCKS * self.block)
         return known
 
-    def observe(self, operations, index, kv_cache, columns, step, query):
-        """query [tokens, q_heads, dim] of the step."""
-        rows = torch.arange(len(step.rows))
-        columns.positions[rows, :, step.lengths[:, 0].long() - 1] = step.newest[:, None]
-        paged = package().PagedLayer(*layout.pages(kv_cache), step.tables, step.lengths, columns.positions,
-                                     columns.scores)
+    def observe(self, operations, index, columns, step, query):
+        """query [tokens, q_heads, dim] of the step. Returns the rows as a PagedLayer."""
+        columns.positions.scatter_(2, step.slots, step.newest[:, None, None].expand_as(step.slots))
+        paged = package().PagedLayer(*columns.pages, step.tables, step.lengths, columns.positions, columns.scores)
         operations.observe(index, paged, query[step.queries][:, None], step.newest)
         return paged
 

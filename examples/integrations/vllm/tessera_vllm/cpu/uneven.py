@@ -1,10 +1,10 @@
 """The mode `uneven`: heads of a layer keep unequal numbers of tokens of a prompt, in whole virtual pages.
 
-A block of a layer is [kv_heads, block, 2 * dim]. It has kv_heads virtual pages, of numbers block * kv_heads + head. What
-a layer keeps of a prompt fits into the virtual pages of the prompt's last kept_blocks full blocks, and a head gets as
-many of these pages as it keeps. The worker alone knows which page belongs to which head. In a step every (request,
-kv_head) is a sequence of one head: it reads the pages that the head has kept, and then its own pages of the blocks behind
-them.
+A block of a layer is [kv_heads, block, 2 * dim]. It has kv_heads virtual pages, of numbers block * kv_heads + head.
+What a layer keeps of a prompt fits into the virtual pages of the prompt's last kept_blocks full blocks, and a head gets
+as many of these pages as it keeps. The worker alone knows which page belongs to which head. In a step every (request,
+kv_head) is a sequence of one head: it reads the pages that the head has kept, and then its own pages of the blocks
+behind the prompt.
 """
 import dataclasses
 
