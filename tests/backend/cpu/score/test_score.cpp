@@ -199,7 +199,8 @@ TEMPLATE_TEST_CASE("pages whose keys lie as columns give the bits of rows", "", 
   support::rng random(922);
   cpu::executor workers(1);
   for (index_t i = 0; i < support::scaled(40); ++i) {
-    const index_t sequences = random.between(1, 2), heads = random.between(1, 3), page = random.pick({1, 7, 16, 32, 96});
+    const index_t sequences = random.between(1, 2), heads = random.between(1, 3),
+                  page = random.pick({1, 7, 16, 32, 96});
     std::vector<index_t> lengths;
     for (index_t r = 0; r < sequences * heads; ++r) lengths.push_back(random.between(1, 200));
     kv_tensor<TestType, 64> kv(random, sequences, heads, lengths);
