@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes a virtual environment with vLLM for the CPU, builds the operators, and runs the tests: 6 GB, and 15 minutes of
-# two cores at most. It is not part of the repository's own test command.
+# Makes a virtual environment with vLLM for the CPU, builds the operators, and runs the tests: 6 GB, and 20 minutes of
+# two idle cores at most. It is not part of the repository's own test command.
 #
 #   examples/integrations/vllm/test.sh [PYTEST FLAG ...]
 #   VENV=FOLDER test.sh              where the environment is made; used again if it is there
