@@ -58,8 +58,10 @@ class Requests:
         return self.observed.setdefault(request_id, {}).setdefault(name, Observed())
 
     def drop(self, request_id):
-        for table in (self.schedules, self.observed, self.kept):
+        for table in (self.schedules, self.observed):
             table.pop(request_id, None)
+        if self.kept.pop(request_id, None) is not None:
+            self.tables = None
         if self.batch is not None:
             self.batch.forget(request_id)
             if not any(self.batch.ids):
