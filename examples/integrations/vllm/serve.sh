@@ -5,6 +5,7 @@
 #   examples/integrations/vllm/serve.sh [METHOD [BUDGET]]     in an environment as test.sh makes it
 #   VENV=FOLDER serve.sh                                      which is this one
 #   PORT=8123 MODE=chunked MODEL=PATH serve.sh keydiff 512
+#   MODE=uneven serve.sh ada_snapkv 256                       heads that compete for the budget
 #   KEEP=1 serve.sh                                           the server goes on until Ctrl-C
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes a virtual environment with vLLM for the CPU, builds the operators, and runs the tests: 6 GB, and 15 minutes of
-# two cores at most. It is not part of the repository's own test command.
+# Makes a virtual environment with vLLM for the CPU, builds the operators, and runs the tests: 6 GB, and 20 minutes of
+# two idle cores at most. It is not part of the repository's own test command.
 #
 #   examples/integrations/vllm/test.sh [PYTEST FLAG ...]
 #   VENV=FOLDER test.sh              where the environment is made; used again if it is there
@@ -38,7 +38,7 @@ echo "Installed after $((SECONDS - begin)) s. Building the operators for the shi
 export TESSERA_TORCH_CACHE=${TESSERA_TORCH_CACHE:-$root/build/vllm_operators} OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1
 every=$(python -c 'from tessera_vllm import settings; print(",".join(settings.METHODS))')
 python -m tessera_vllm.build --model "$root/examples/model" --methods "$every" --dtype float32 >/dev/null
-some=snapkv,keydiff,streaming_llm,chunkkv,lagkv,h2o,expected_attention
+some=snapkv,keydiff,streaming_llm,chunkkv,lagkv,h2o,expected_attention,ada_snapkv
 python -m tessera_vllm.build --model "$root/examples/model" --methods "$some" >/dev/null
 echo "Built after $((SECONDS - begin)) s. Testing ..."
 export VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1

@@ -35,7 +35,7 @@ def main(arguments=None):
     import torch
     methods = asked.methods.split(",")
     for method in methods:
-        settings.of_server({"tessera": {"method": method}})
+        settings.of_server({"tessera": {"mode": "off", "method": method}})
     dtype, dim = model_of(asked.model)
     if asked.dtype not in (None, "auto"):
         dtype = {"half": torch.float16, "float": torch.float32}.get(asked.dtype) or getattr(torch, asked.dtype, None)

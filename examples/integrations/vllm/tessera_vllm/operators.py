@@ -4,6 +4,7 @@ import importlib.util
 import pathlib
 import sys
 
+from . import plan
 from . import settings as asking
 
 TESSERA_TORCH = pathlib.Path(__file__).resolve().parents[2] / "pytorch"  # its folder beside this one in the repository
@@ -14,6 +15,7 @@ def package():
     if importlib.util.find_spec("tessera_torch") is None:
         sys.path.append(str(TESSERA_TORCH))
     import tessera_torch
+    import tessera_torch.virtual_pages
     return tessera_torch
 
 
@@ -56,8 +58,8 @@ class Operators:
         try:
             return torch_package.PageOperations(
                 self.settings.method, layers=model.layers, q_heads=model.q_heads, kv_heads=model.kv_heads,
-                dim=model.dim, dtype=model.dtype, budget=max(self.settings.budget, self.settings.window), scale=scale,
-                softcap=softcap, **named)
+                dim=model.dim, dtype=model.dtype, scale=scale, softcap=softcap, profile=self.settings.profile or None,
+                budget=None if self.settings.profile else max(self.settings.budget, self.settings.window), **named)
         except FileNotFoundError as error:
             command = (f"python -m tessera_vllm.build --model {model.path} --methods {self.settings.method} "
                        f"--dtype {str(model.dtype).removeprefix('torch.')}")
@@ -65,12 +67,16 @@ class Operators:
                              f"them in the folder of libraries; run: {command}") from error
 
     def try_out(self, block):
-        """Chooses among random rows as a prompt's end would: the settings are right, and every head of every layer
-        keeps as many tokens. Errors: ValueError of one sentence."""
+        """Chooses among random rows as a prompt's end would: the settings are right, and heads keep as many tokens as
+        their blocks have. Errors: ValueError of one sentence."""
         import torch
-        model = self.model
-        kept = -(-max(self.settings.budget, self.settings.window) // block) * block
-        tokens, queries = kept + 2 * block, max(1, self.settings.window)
+        model, uneven = self.model, self.settings.uneven
+        shape, profile = (model.layers, model.kv_heads), self.settings.profile
+        if profile and (len(profile), len(profile[0])) != shape:
+            raise asking.refused("layers and kv_heads of the profile", (len(profile), len(profile[0])),
+                                 f"{shape}, as the model has", "make one for this model by `tessera calibrate`")
+        tokens = (plan.blocks_for(max(self.settings.budget, self.settings.window), block) + 2) * block
+        kept_blocks, queries = plan.kept_blocks(self.settings, tokens, block), max(1, self.settings.window)
         random = torch.Generator().manual_seed(1)
         draw = lambda *shape: torch.randn(shape, generator=random).to(model.dtype)
         k, v = draw(1, tokens, model.kv_heads, model.dim), draw(1, tokens, model.kv_heads, model.dim)
@@ -88,9 +94,14 @@ class Operators:
         for index in range(model.layers):
             q = draw(1, queries, model.q_heads, model.dim)
             pages.observe(index, layer, q, first, statistics=sums)
-            _, counts = pages.choose(index, layer, q, first, budgets=torch.tensor([kept], dtype=torch.int32),
-                                          statistics=sums)
-            if not bool((counts == kept).all()):
+            budgets = torch.tensor([kept_blocks * block], dtype=torch.int32)
+            _, counts = pages.choose(index, layer, q, first, budgets=budgets, granularity=block if uneven else 1,
+                                     statistics=sums)
+            if uneven and int(counts.sum()) > kept_blocks * block * model.kv_heads:
                 raise asking.refused(f"what {self.settings.method} keeps in layer {index}", counts.tolist()[0],
-                                     f"{kept} tokens of every kv_head, as in vLLM's tables all have one length",
-                                     "leave out parameters that make layers or heads unequal")
+                                     f"{kept_blocks * block} tokens of a kv_head on average",
+                                     "leave out parameters that make layers unequal")
+            if not uneven and not bool((counts == kept_blocks * block).all()):
+                raise asking.refused(f"what {self.settings.method} keeps in layer {index}", counts.tolist()[0],
+                                     f"{kept_blocks * block} tokens of every kv_head, as in vLLM's tables all have one "
+                                     "length", "leave out parameters that make layers or heads unequal")

@@ -5,12 +5,17 @@ between them. Where a prompt is compacted depends on positions only, and not on 
 request that was preempted, or found a part of its prompt in the prefix cache, ends up with the same tokens.
 
 A prompt is compacted at its ends: in the mode `compact` where it ends, in the mode `chunked` also at every multiple of
-`chunk`. Methods that drop in each step have ends behind the prompt, too: wherever a block is full. At an end E, in blocks of S tokens, each layer chooses M * S of the tokens that it stores in full blocks, moves
-them into the LAST M full blocks before E, and the blocks before these are free: dropped(E) = E // S - M of them. What
-stands behind the last full block stays where it is. A table stays indexed by a token's position, so slots of new
-tokens are the engine's own; what attention reads is the table without its first `dropped` columns.
+`chunk`. Methods that drop in each step have ends behind the prompt, too: wherever a block is full. At an end E, in
+blocks of S tokens, each layer chooses M * S of the tokens that it stores in full blocks, moves them into the LAST M
+full blocks before E, and the blocks before these are free: dropped(E) = E // S - M of them. What stands behind the last
+full block stays where it is. A table stays indexed by a token's position, so slots of new tokens are the engine's own;
+what attention reads is the table without its first `dropped` columns.
+
+In the mode `uneven` the ends are those of `compact`, and M * S is what a kv_head keeps on average.
 """
 import dataclasses
+import fractions
+import math
 
 
 def blocks_for(tokens, block):
@@ -26,6 +31,7 @@ class Schedule:
     window:      the newest queries before an end that its choice looks at
     every_query: every query of the prompt must be seen, so that none of it may come from a prefix cache
     every_block: behind the prompt each full block is an end
+    uneven:      heads keep unequal numbers of blocks, in pages that only the worker knows (uneven.py)
     """
     prompt: int
     block: int
@@ -34,6 +40,7 @@ class Schedule:
     window: int = 0
     every_query: bool = False
     every_block: bool = False
+    uneven: bool = False
 
     def last_end(self, position):
         """The last end at or before a position; 0: there was none."""
@@ -96,16 +103,27 @@ class Schedule:
         return most
 
 
+def kept_blocks(settings, prompt, block):
+    """Blocks that stay of a prompt: as many as the layer needs that keeps most."""
+    if not settings.profile:
+        # A choice keeps at least the window's own tokens.
+        return blocks_for(max(settings.budget, settings.window), block)
+    full, window = prompt // block * block, blocks_for(settings.window, block) * block
+    # Shares are decimals, as the method takes them.
+    share = lambda number: math.ceil(fractions.Fraction(str(number)) * full)
+    most = max(sum(min(full, max(window, share(number))) for number in layer) for layer in settings.profile)
+    return max(1, blocks_for(most // block, len(settings.profile[0])))
+
+
 def schedule_of(settings, prompt, block):
     """A request's schedule from its settings."""
     if settings.mode == "off":
         return Schedule(prompt, block, blocks_for(prompt, block))
-    # A choice keeps at least the window's own tokens.
-    kept = blocks_for(max(settings.budget, settings.window), block)
+    kept = kept_blocks(settings, prompt, block)
     # Every end shall have at least one full block more than the last.
     chunk = max(settings.chunk, block) if settings.mode == "chunked" else 0
     return Schedule(prompt, block, kept, chunk, settings.window, settings.observes in ("every_query", "statistics"),
-                    settings.drops_in_steps)
+                    settings.drops_in_steps, settings.mode == "uneven")
 
 
 @dataclasses.dataclass(frozen=True)

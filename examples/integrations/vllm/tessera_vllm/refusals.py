@@ -3,7 +3,7 @@ from .operators import Model, Operators
 from .settings import refused
 
 WORKER, SCHEDULER = "tessera_vllm.worker.Worker", "tessera_vllm.scheduler.Scheduler"
-BACKEND = "tessera_vllm.cpu_backend.Backend"
+BACKEND = "tessera_vllm.cpu.backend.Backend"
 
 
 def _class_of(option):
@@ -73,10 +73,9 @@ def check_pages(vllm_config, model):
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
     isa = _get_attn_isa(dtype=model.dtype, block_size=vllm_config.cache_config.block_size, head_size=model.dim,
                         kv_cache_dtype=vllm_config.cache_config.cache_dtype)
-    if isa not in ("vec", "vec16"):
-        raise refused("the instructions of vLLM's attention", repr(isa), "'vec' or 'vec16'",
-                      "serve in float32 (--dtype float32), whose pages have strides" if isa == "amx"
-                      else "take another processor")
+    if isa not in ("vec", "vec16", "amx"):  # in place of "amx" the backend takes "vec"
+        raise refused("the instructions of vLLM's attention", repr(isa), "'vec', 'vec16' or 'amx'",
+                      "take another processor")
 
 
 def check(vllm_config, asked):

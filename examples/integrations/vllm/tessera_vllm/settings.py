@@ -7,25 +7,31 @@ Request:  extra_args={"tessera": {"budget": 512}}, or {"tessera": {"mode": "off"
 """
 import dataclasses
 import json
+import pathlib
 
 MODES = {
     "compact": "when a prompt ends, each layer keeps `budget` tokens of each kv_head",
     "chunked": "the same at every `chunk` tokens of the prompt, and at its end",
+    "uneven": "when a prompt ends, each layer keeps `budget` tokens of a kv_head on average, unequal numbers of each",
     "off": "requests stay whole, except those that ask for another mode",
 }
 # The newest queries of a prompt that a method looks at unless its parameter `window` says another number; 0: none.
-METHODS = {"chunkkv": 32, "criticalkv": 32, "expected_attention": 0, "h2o": 0, "keydiff": 0, "knorm": 0, "lagkv": 0,
-           "random": 0, "snapkv": 32, "streaming_llm": 0, "tova": 0}
+EVEN = {"chunkkv": 32, "criticalkv": 32, "expected_attention": 0, "h2o": 0, "keydiff": 0, "knorm": 0, "lagkv": 0,
+        "random": 0, "snapkv": 32, "streaming_llm": 0, "tova": 0}
+UNEVEN = {"ada_snapkv": 32, "tangram": 32}
+PROFILED = ("tangram",)
+METHODS = EVEN | UNEVEN
+OF_MODE = {"compact": EVEN, "chunked": EVEN, "uneven": UNEVEN, "off": METHODS}
 # What the others observe of queries, as PageOperations.observes has it.
 OBSERVES = {"expected_attention": "statistics", "h2o": "every_query", "tova": "newest_query"}
 DROPS_IN_STEPS = ("h2o", "tova")
-_UNEVEN = "it gives heads or layers unequal numbers of tokens, and vLLM's tables have one length for all"
+_LAYERS = "it gives layers unequal numbers of tokens, and all layers of vLLM share one table"
 _WHOLE = "it keeps every token of a prompt, so that no block would be free"
 _READS = "it chooses what a step reads, and only what a prompt keeps is chosen here"
 _TEXT = "it goes by the text's sentences, which a worker does not see"
 REFUSED = {
-    "ada_snapkv": _UNEVEN, "pyramidkv": _UNEVEN, "tangram": _UNEVEN,
-    "duo_attention": _UNEVEN, "mosaickv": _UNEVEN, "full": _WHOLE, "a_shape": _WHOLE, "tri_shape": _WHOLE,
+    "pyramidkv": _LAYERS, "duo_attention": _LAYERS, "mosaickv": _LAYERS, "full": _WHOLE, "a_shape": _WHOLE,
+    "tri_shape": _WHOLE,
     "minference": _WHOLE, "think": _WHOLE, "quest": _READS, "rocketkv": _READS, "rocketkv_mt": _READS, "sparq": _READS,
     "exact_topk": _READS, "hsa": _READS, "loopserve": _READS, "loopserve_decode": _READS, "loopserve_prefill": _READS,
     "sablock": _TEXT, "sentencekv": _TEXT, "kvzip": "it reads a prompt twice",
@@ -41,9 +47,11 @@ HIDDEN = ("layers", "q_heads", "kv_heads", "dim", "dtype", "device", "budget", "
 class Settings:
     """mode:       of MODES
     method:     of METHODS
-    budget:     tokens that each kv_head of each layer keeps of a prompt; rounded up to whole blocks
+    budget:     tokens that each kv_head of each layer keeps of a prompt; rounded up to whole blocks; of the mode
+                `uneven` on average over the kv_heads of a layer
     chunk:      of the mode `chunked`: tokens of the prompt between two choices
     parameters: the method's own, (name, value) pairs
+    profile:    of `tangram`: the share of a prompt that each kv_head keeps, (layers of (kv_heads)); (): `budget` of all
     figures:    a file that gets a line for every request that ends; None: no file
     """
     mode: str = "compact"
@@ -51,12 +59,18 @@ class Settings:
     budget: int = 256
     chunk: int = 1024
     parameters: tuple = ()
+    profile: tuple = ()
     figures: str | None = None
 
     @property
     def window(self):
         """The newest queries that the method looks at; the prompt's last tokens that these are of are always kept."""
         return dict(self.parameters).get("window", METHODS[self.method]) if METHODS[self.method] else 0
+
+    @property
+    def uneven(self):
+        """Whether the method gives the heads of a layer unequal numbers."""
+        return self.method in UNEVEN
 
     @property
     def observes(self):
@@ -118,6 +132,27 @@ def _parameters(value):
     return tuple(sorted(value.items()))
 
 
+def _profile(value):
+    """The shares in a file of `tessera calibrate`."""
+    expected, cure = "the path of a file of `tessera calibrate`", "pass one, or leave it out"
+    if not isinstance(value, str):
+        raise refused("profile", repr(value), expected, cure)
+    try:
+        shares = json.loads(pathlib.Path(value).read_text(encoding="utf-8"))["budget"]
+        table = tuple(tuple(float(share) for share in layer) for layer in shares)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise refused("profile", repr(value), expected, f"{cure} ({type(error).__name__}: {error})") from error
+    if not table or not table[0] or any(len(layer) != len(table[0]) or not all(0 < share <= 1 for share in layer)
+                                        for layer in table):
+        raise refused("profile", repr(value), "a share in (0, 1] for every layer and kv_head",
+                      "make the file again by `tessera calibrate`")
+    return table
+
+
+def _mode_of(settings):
+    return "uneven" if settings.uneven else "compact"
+
+
 def _figures(value):
     if value is not None and (not isinstance(value, str) or not value):
         raise refused("figures", repr(value), "the path of a file", "pass one, or leave it out")
@@ -131,12 +166,20 @@ def of_server(additional_config):
         return None
     given = config["tessera"]
     readers = {"mode": _mode, "method": _method, "budget": lambda value: _count("budget", value),
-               "chunk": lambda value: _count("chunk", value), "parameters": _parameters, "figures": _figures}
+               "chunk": lambda value: _count("chunk", value), "parameters": _parameters, "profile": _profile,
+               "figures": _figures}
     _known_keys(given, readers, "the server")
     made = Settings(**{name: readers[name](value) for name, value in given.items()})
     window = dict(made.parameters).get("window")
     if METHODS[made.method] and window is not None:
         _count("window", window)
+    if made.method not in OF_MODE[made.mode]:
+        raise refused("method", f"{made.method!r} in the mode {made.mode!r}", _words(OF_MODE[made.mode]),
+                      f"take one of these, or the mode {_mode_of(made)!r}")
+    if made.profile and (made.method not in PROFILED or "budget" in given):
+        raise refused("profile", f"given beside {made.method}" + (" and a budget" if "budget" in given else ""),
+                      f"one of {', '.join(PROFILED)} alone", "leave the budget out, which the profile says"
+                      if made.method in PROFILED else "leave it out")
     if made.budget < made.window:
         raise refused("budget", made.budget, f"at least the window, which is {made.window}",
                       "raise the budget or lower the window: the window's own tokens are always kept")
@@ -161,5 +204,14 @@ def of_request(extra_args):
 
 
 def for_request(server, extra_args):
-    """The server's settings with what a request asks for instead."""
-    return dataclasses.replace(server, **of_request(extra_args))
+    """The server's settings with what a request asks for instead. Errors: ValueError of one sentence."""
+    asked = of_request(extra_args)
+    made = dataclasses.replace(server, **asked)
+    if server.profile and "budget" in asked:
+        raise refused("budget of a request", asked["budget"], "none, as the server has a profile", "leave it out")
+    if made.method not in OF_MODE[made.mode]:
+        allowed = [mode for mode in MODES if made.method in OF_MODE[mode] and mode != "off"]
+        raise refused("mode of a request", repr(made.mode),
+                      f"{', '.join(allowed)} or off, as the server has {made.method}",
+                      "pass one of these, or leave it out")
+    return made

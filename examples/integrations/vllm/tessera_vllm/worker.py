@@ -9,6 +9,7 @@ import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from . import names, operators, plan, refusals, settings
+from .cpu import steps, uneven
 
 names.check()
 active = None  # of this process; None: its model is served without tessera
@@ -19,8 +20,8 @@ class Observed:
     """What later ends of a request need of a layer.
 
     queries:    the newest ones, [tokens, q_heads, dim]
-    positions:  of what is stored behind the blocks that were dropped, as far as it was looked at, [kv_heads, tokens]; None:
-                every token from 0 on
+    positions:  of what is stored behind the blocks that were dropped, as far as it was looked at, [kv_heads, tokens];
+                None: every token from 0 on
     scores:     of the same tokens, for methods that add up what every query gives, [kv_heads, tokens]
     statistics: sums over the prompt's queries, for methods that go by these
     """
@@ -38,8 +39,11 @@ class Requests:
         self.operators = operators.Operators(asked, model)
         self.schedules = {}   # request id -> Schedule
         self.observed = {}    # request id -> {layer: Observed}
+        self.kept = {}        # request id -> uneven.KeptPages
+        self.tables = None    # uneven.Tables of the requests that decode together
         self.layers = {}      # layer -> its number
         self.compactions = 0  # how often a prompt was compacted
+        self.batch = None     # steps.Batch of the requests that decode together
 
     def schedule(self, request, block):
         """request: the runner's."""
@@ -56,6 +60,33 @@ class Requests:
     def drop(self, request_id):
         for table in (self.schedules, self.observed):
             table.pop(request_id, None)
+        if self.kept.pop(request_id, None) is not None:
+            self.tables = None
+        if self.batch is not None:
+            self.batch.forget(request_id)
+            if not any(self.batch.ids):
+                self.batch = None
+
+    def kept_pages(self, request_id, kv_heads, schedule, end):
+        """Of a request whose prompt is compacted at `end`, in a layer after the other."""
+        if request_id not in self.kept:
+            self.kept[request_id] = uneven.KeptPages(len(self.layers), kv_heads, schedule.kept_blocks,
+                                                     end // schedule.block)
+        return self.kept[request_id]
+
+    def tables_of(self, rows, block):
+        """rows: uneven.Row."""
+        if self.tables is None or self.tables.of != uneven.Tables.key(rows, block):
+            self.tables = uneven.Tables(rows, block)
+        return self.tables
+
+    def join_batch(self, ids, block):
+        """These requests are observed together in the step that begins."""
+        if self.batch is not None and self.batch.ids != ids:
+            self.batch.store(self.of_layer)
+            self.batch = None
+        if self.batch is None and ids:
+            self.batch = steps.Batch(ids, block)
 
     def begin_step(self, scheduled):
         """scheduled: vLLM's SchedulerOutput. A request that begins, again or for the first time, has nothing stored."""

@@ -34,6 +34,17 @@ def tokenizer(model):
     return transformers.AutoTokenizer.from_pretrained(model)
 
 
+@pytest.fixture(scope="session")
+def reference(model):
+    from reference import Reference
+    return Reference(model)
+
+
+def asking(mode, **more):
+    """A server's settings."""
+    return {"mode": mode, "method": "ada_snapkv" if mode == "uneven" else "snapkv", **more}
+
+
 def document(tokenizer, tokens, number, asked=None):
     """A prompt of about so many tokens with a needle, and the answer; of another `number` another text. asked: of
     which needle's name it asks in place of its own."""

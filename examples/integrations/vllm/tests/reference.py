@@ -1,15 +1,17 @@
 """The shipped model in a few lines of PyTorch, fp32, which compacts prompts by a schedule: what vLLM's tokens are
 compared with.
 
-It has no blocks that move and no tables: of each layer and kv_head a list of rows in order, of which a choice keeps
-some. With blocks of one token it is what `tessera eval` does: the budget exactly, and every token of the prompt a
-candidate.
+It has no blocks that move and no tables: of each layer and kv_head the rows in order, of which a choice keeps some,
+as many of every head or not. With blocks of one token it is what `tessera eval` does: the budget exactly, and every
+token of the prompt a candidate.
 """
 import json
 import pathlib
 
 import safetensors.torch
 import torch
+import transformers
+from tessera_vllm import operators, plan
 
 
 class Reference:
@@ -34,29 +36,35 @@ class Reference:
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
     def _attend(self, q, k, v):
-        """q [tokens, q_heads, dim], the newest tokens; k and v [stored, kv_heads, dim]."""
-        tokens, stored = q.size(0), k.size(0)
+        """q [tokens, q_heads, dim], the newest tokens; k and v [stored, dim] of every kv_head."""
+        tokens = q.size(0)
         q = q.view(tokens, self.kv_heads, -1, self.dim)
-        logits = torch.einsum("thgd,shd->hgts", q, k) * self.dim ** -0.5
-        hidden = torch.ones(tokens, stored, dtype=torch.bool).triu(stored - tokens + 1)
-        weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
-        return torch.einsum("hgts,shd->thgd", weights, v).reshape(tokens, -1)
+        out = []
+        for head in range(self.kv_heads):
+            logits = torch.einsum("tgd,sd->gts", q[:, head], k[head]) * self.dim ** -0.5
+            stored = k[head].size(0)
+            hidden = torch.ones(tokens, stored, dtype=torch.bool).triu(stored - tokens + 1)
+            out.append(torch.einsum("gts,sd->tgd", logits.masked_fill(hidden, float("-inf")).softmax(-1), v[head]))
+        return torch.stack(out, 1).reshape(tokens, -1)
 
     def _layer(self, store, stored):
         """The first rows of a layer as Tessera's operators take them."""
         from tessera_torch import PagedLayer
-        return PagedLayer(store["k"][None, :stored].contiguous(), store["v"][None, :stored].contiguous(),
+        rows = lambda name: torch.stack([rows[:stored] for rows in store[name]])
+        return PagedLayer(rows("k").transpose(0, 1)[None].contiguous(), rows("v").transpose(0, 1)[None].contiguous(),
                           torch.zeros(1, 1, dtype=torch.int32),
                           torch.full((1, self.kv_heads), stored, dtype=torch.int32),
-                          store["positions"][None, :, :stored].contiguous(), store["scores"][None, :, :stored].contiguous())
+                          rows("positions")[None], rows("scores")[None])
 
     def _observe(self, store, index, q, start, operations, of_prompt):
         if operations.observes == "statistics" and not of_prompt:
             return
-        layer = self._layer(store, store["k"].size(0))
+        if operations.observes in ("nothing", "window"):
+            return
+        layer = self._layer(store, store["k"][0].size(0))
         operations.observe(index, layer, q[None].contiguous(), torch.tensor([start], dtype=torch.int32),
                            statistics=store["statistics"])
-        store["scores"] = layer.scores[0]
+        store["scores"] = list(layer.scores[0])
 
     def _pass(self, ids, start, memory, operations, of_prompt):
         """Logits of the last of these tokens; rows, positions and what is observed go into memory, by layer."""
@@ -68,10 +76,11 @@ class Reference:
             q, k, v = ((h @ self.w[f"{name}self_attn.{kind}_proj.weight"].T).view(len(ids), -1, self.dim)
                        for kind in "qkv")
             q, k = self._turn(q, positions), self._turn(k, positions)
-            store["k"], store["v"] = torch.cat([store["k"], k]), torch.cat([store["v"], v])
-            store["positions"] = torch.cat([store["positions"], positions.int()[None].expand(self.kv_heads, -1)], 1)
+            for head in range(self.kv_heads):
+                for key, new in (("k", k[:, head]), ("v", v[:, head]), ("positions", positions.int()),
+                                 ("scores", torch.zeros(len(ids)))):
+                    store[key][head] = torch.cat([store[key][head], new])
             store["q"] = torch.cat([store["q"], q])[-256:]
-            store["scores"] = torch.nn.functional.pad(store["scores"], (0, len(ids)))
             self._observe(store, index, q, start, operations, of_prompt)
             x = x + self._attend(q, store["k"], store["v"]) @ self.w[name + "self_attn.o_proj.weight"].T
             h = self._norm(x, name + "post_attention_layernorm")
@@ -82,28 +91,28 @@ class Reference:
 
     def _compact(self, store, index, schedule, end, operations):
         tail = end % schedule.block
-        stored = store["k"].size(0) - tail
+        stored = store["k"][0].size(0) - tail
         queries = store["q"][-min(max(1, schedule.window), end):]
+        number = lambda value: torch.tensor([value], dtype=torch.int32)
         kept = schedule.kept_blocks * schedule.block
+        whole = {"granularity": schedule.block, "tails": number(-(-schedule.window // schedule.block) * schedule.block)}
         slots, counts = operations.choose(
-            index, self._layer(store, stored), queries[None].contiguous(),
-            torch.tensor([end - queries.size(0)], dtype=torch.int32), budgets=torch.tensor([kept], dtype=torch.int32),
-            statistics=store["statistics"])
-        assert counts.eq(kept).all()
-        slots = slots[0, :, :kept].long()
-        rows = slots.t()[..., None].expand(-1, -1, self.dim)
-        for name in ("k", "v"):
-            store[name] = torch.cat([store[name].gather(0, rows), store[name][stored:]])
-        for name in ("positions", "scores"):
-            store[name] = torch.cat([store[name].gather(1, slots), store[name][:, stored:]], 1)
+            index, self._layer(store, stored), queries[None].contiguous(), number(end - queries.size(0)),
+            budgets=number(kept), statistics=store["statistics"], **(whole if schedule.uneven else {}))
+        assert counts.sum() <= kept * self.kv_heads + self.kv_heads // 2 if schedule.uneven else counts.eq(kept).all()
+        for head in range(self.kv_heads):
+            own = slots[0, head, :int(counts[0, head])].long()
+            for name in ("k", "v", "positions", "scores"):
+                rows = store[name][head]
+                store[name][head] = torch.cat([rows[own], rows[stored:]])
 
     @torch.no_grad()
     def generate(self, prompt, new, schedule, operations):
         """Greedy tokens."""
-        rows = lambda heads: torch.zeros(0, heads, self.dim)
-        memory = [{"k": rows(self.kv_heads), "v": rows(self.kv_heads), "q": rows(self.q_heads),
-                   "positions": torch.zeros(self.kv_heads, 0, dtype=torch.int32),
-                   "scores": torch.zeros(self.kv_heads, 0),
+        by_head = lambda *shape, dtype=torch.float32: [torch.zeros(0, *shape, dtype=dtype)
+                                                       for _ in range(self.kv_heads)]
+        memory = [{"k": by_head(self.dim), "v": by_head(self.dim), "q": torch.zeros(0, self.q_heads, self.dim),
+                   "positions": by_head(dtype=torch.int32), "scores": by_head(),
                    "statistics": operations.statistics(1) if operations.observes == "statistics" else None}
                   for _ in range(self.layers)]
         position, generated = 0, []
@@ -120,3 +129,20 @@ class Reference:
             if position >= len(prompt):
                 generated.append(int(logits.argmax()))
         return generated
+
+
+class ReferenceModel:
+    """What Operators ask of a model, of the reference."""
+
+    def __init__(self, reference, path):
+        self.path, self.dtype = path, torch.float32
+        self.layers, self.q_heads, self.kv_heads = reference.layers, reference.q_heads, reference.kv_heads
+        self.dim, self.config = reference.dim, transformers.AutoConfig.from_pretrained(path)
+
+    rope_frequencies = operators.Model.rope_frequencies
+
+
+def expected(reference, model, own, prompts, new, block):
+    """Tokens of the reference. own: settings.Settings."""
+    known = operators.Operators(own, ReferenceModel(reference, model)).pages()
+    return [reference.generate(prompt, new, plan.schedule_of(own, len(prompt), block), known) for prompt in prompts]

@@ -3,13 +3,11 @@ is."""
 import random
 
 import pytest
-import torch
-import transformers
-from conftest import BLOCK, document
-from reference import Reference
-from tessera_vllm import operators, plan, settings
+from conftest import BLOCK, asking, document
+from reference import expected
+from tessera_vllm import plan, settings
 
-METHODS = sorted(settings.METHODS)
+METHODS = sorted(settings.EVEN)
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +24,9 @@ def of_vllm(engine, mixed):
         return own.tokens(mixed, new=12)
 
 
-@pytest.mark.parametrize("mode", ["compact", "chunked"])
+@pytest.mark.parametrize("mode", ["compact", "chunked", "uneven"])
 def test_a_full_budget_gives_vllms_own_tokens(engine, mixed, of_vllm, mode):
-    with engine({"mode": mode, "budget": 4096}, max_num_seqs=64) as ours:
+    with engine(asking(mode, budget=4096), max_num_seqs=64) as ours:
         assert ours.tokens(mixed, new=12) == of_vllm
         assert ours.state().compactions == 0
 
@@ -39,27 +37,6 @@ def test_a_request_that_is_off_gives_vllms_own_tokens_beside_others(engine, mixe
         tokens = ours.tokens(mixed, new=12, extras=[{"mode": "off"} if whole else None for whole in off])
         assert [one for one, whole in zip(tokens, off) if whole] == [one for one, whole in zip(of_vllm, off) if whole]
         assert ours.state().compactions == sum(len(prompt) >= 96 and not whole for prompt, whole in zip(mixed, off))
-
-
-class ReferenceModel:
-    """What Operators ask of a model, of the reference."""
-
-    def __init__(self, reference, path):
-        self.path, self.dtype = path, torch.float32
-        self.layers, self.q_heads, self.kv_heads = reference.layers, reference.q_heads, reference.kv_heads
-        self.dim, self.config = reference.dim, transformers.AutoConfig.from_pretrained(path)
-
-    rope_frequencies = operators.Model.rope_frequencies
-
-
-@pytest.fixture(scope="module")
-def reference(model):
-    return Reference(model)
-
-
-def expected(reference, model, own, prompts, new, block):
-    known = operators.Operators(own, ReferenceModel(reference, model)).pages()
-    return [reference.generate(prompt, new, plan.schedule_of(own, len(prompt), block), known) for prompt in prompts]
 
 
 def compactions(own, prompt, new):
@@ -88,6 +65,25 @@ def test_tokens_are_those_of_a_reference_that_has_no_blocks(served, model, token
     if method not in settings.DROPS_IN_STEPS:  # of 300, 517, 1,000 and 1,333 tokens
         assert expected_compactions == (4 if mode == "compact" else 2 + 2 + 4 + 6)
     assert tokens == expected(reference, model, own, prompts, 12, BLOCK)
+
+
+def test_requests_that_come_and_go_while_others_are_observed_give_the_tokens_of_the_reference(
+        engine, model, tokenizer, reference):
+    """Each step of h2o is observed, and the rows of its batch change."""
+    asked = {"method": "h2o", "budget": 96}
+    prompts = [document(tokenizer, length, number)[0] for number, length in enumerate((300, 90, 517, 700, 333))]
+    news = (90, 20, 40, 70, 110)
+    with engine(asked, dtype="float32", max_num_batched_tokens=256) as ours:
+        for number, (prompt, new) in enumerate(zip(prompts, news)):
+            ours.add(str(number), prompt, new)
+            for _ in range(7):
+                ours.step()
+        while ours.engine.has_unfinished_requests():
+            ours.step()
+        tokens = [list(ours.outputs[str(number)].outputs[0].token_ids) for number in range(5)]
+    own = settings.of_server({"tessera": asked})
+    for got, prompt, new in zip(tokens, prompts, news):
+        assert got == expected(reference, model, own, [prompt], new, BLOCK)[0]
 
 
 def test_needles_are_those_of_the_same_method_without_blocks(served, model, tokenizer, reference):

@@ -1,7 +1,7 @@
 """What requests hold, free and share; and that nothing which is free is read."""
 import pytest
 import torch
-from conftest import BLOCK, document
+from conftest import BLOCK, asking, document
 from tessera_vllm import plan
 
 LENGTHS = (2048, 2600, 3299, 4000)
@@ -12,10 +12,10 @@ def prompts(tokenizer):
     return [document(tokenizer, length, number)[0] for number, length in enumerate(LENGTHS)]
 
 
-@pytest.mark.parametrize("mode", ["compact", "chunked"])
+@pytest.mark.parametrize("mode", ["compact", "chunked", "uneven"])
 def test_what_is_held_while_decoding_is_what_was_kept(engine, prompts, mode):
     new = 40
-    with engine({"mode": mode, "budget": 256}) as ours:
+    with engine(asking(mode, budget=256)) as ours:
         for number, prompt in enumerate(prompts):
             ours.add(str(number), prompt, new)
         while ours.engine.has_unfinished_requests():
@@ -41,14 +41,26 @@ def test_methods_that_drop_in_steps_hold_no_more_however_long_an_answer_is(engin
             for name, request in ours.scheduler.requests.items():
                 if request.num_computed_tokens > request.num_prompt_tokens:
                     held = sum(not block.is_null for block in ours.manager.req_to_blocks[name])
-                    assert held <= 256 // BLOCK + 2  # a block that fills, and the full one before it until the next step
+                    # A block that fills, and the full one before it until the next step.
+                    assert held <= 256 // BLOCK + 2
                     steps += 1
         assert steps > 6 * BLOCK and ours.state().compactions >= 2 * (1 + 3) and ours.held() == 0
 
 
-@pytest.mark.parametrize("mode", ["compact", "chunked"])
+def spoil_unread(ours, cache, index, name, kept):
+    """NaN in a request's virtual pages that no head reads; returns how many these are."""
+    blocks = ours.manager.req_to_blocks.get(name, ())[:kept.full]
+    heads = cache.size(1)
+    read = {int(page) for head in range(heads) for page in kept.tables[index, head, :int(kept.counts[index, head])]}
+    unread = [page for block in blocks if not block.is_null
+              for page in range(block.block_id * heads, (block.block_id + 1) * heads) if page not in read]
+    cache.view(-1, *cache.shape[2:])[unread] = torch.nan
+    return len(unread)
+
+
+@pytest.mark.parametrize("mode", ["compact", "chunked", "uneven"])
 def test_freed_blocks_of_nan_change_nothing(engine, prompts, mode):
-    with engine({"mode": mode, "budget": 256}) as ours:
+    with engine(asking(mode, budget=256)) as ours:
         wanted = ours.tokens(prompts, new=24)
         seen, allocate = set(), ours.manager.allocate_new_blocks
 
@@ -64,16 +76,18 @@ def test_freed_blocks_of_nan_change_nothing(engine, prompts, mode):
         names = [f"again-{number}" for number in range(len(prompts))]
         for name, prompt in zip(names, prompts):
             ours.add(name, prompt, 24)
-        spoilt = 0
+        spoilt, unread = 0, 0
         while ours.engine.has_unfinished_requests():
             ours.step()
             held = {block.block_id for blocks in ours.manager.req_to_blocks.values() for block in blocks}
             free = torch.tensor(sorted(seen - held), dtype=torch.long)
-            for cache in ours.caches():
+            for index, cache in enumerate(ours.caches()):
                 cache[free] = torch.nan
+                for name, kept in ours.state().kept.items():
+                    unread += spoil_unread(ours, cache, index, name, kept)
             seen |= held
             spoilt = max(spoilt, len(free))
-        assert spoilt >= 100
+        assert spoilt >= 100 and (unread > 0) == (mode == "uneven")
         assert [list(ours.outputs[name].outputs[0].token_ids) for name in names] == wanted
 
 
@@ -81,25 +95,26 @@ def nothing_left(ours):
     """What the worker keeps of requests once they have ended. It hears of an end with the next step."""
     last = ours.run([[1, 5, 9]], 1)[0].request_id
     state = ours.state()
-    return all(name.startswith(last) for table in (state.schedules, state.observed) for name in table)
+    return all(name.startswith(last) for table in (state.schedules, state.observed, state.kept)
+               for name in table)
 
 
 def cached(outputs):
     return [output.num_cached_tokens for output in outputs]
 
 
-@pytest.mark.parametrize("mode", ["compact", "chunked"])
+@pytest.mark.parametrize("mode", ["compact", "chunked", "uneven"])
 def test_a_second_question_hits_what_was_not_overwritten(engine, tokenizer, prompts, mode):
     asked = [document(tokenizer, length, number)[0] for number, length in enumerate(LENGTHS)]
     others = [document(tokenizer, length, number, asked="bold anchor")[0] for number, length in enumerate(LENGTHS)]
     tokens = lambda outputs: [list(output.outputs[0].token_ids) for output in outputs]
     options = {"dtype": "float32"}  # steps of other shapes round otherwise, and in bf16 another token may come of it
-    with engine({"mode": mode, "budget": 256}, **options) as without:
+    with engine(asking(mode, budget=256), **options) as without:
         wanted = [tokens(without.run(asked)), tokens(without.run(others))]
-    with engine({"mode": mode, "budget": 256}, enable_prefix_caching=True, **options) as ours:
+    with engine(asking(mode, budget=256), enable_prefix_caching=True, **options) as ours:
         first, again, second = ours.run(asked), ours.run(asked), ours.run(others)
         assert cached(first) == [0, 0, 0, 0]
-        most = [len(prompt) // BLOCK * BLOCK - 256 if mode == "compact" else 1024 - 256 for prompt in asked]
+        most = [len(prompt) // BLOCK * BLOCK - 256 if mode != "chunked" else 1024 - 256 for prompt in asked]
         assert cached(again) == most
         common = [sum(1 for _ in iter_common(a, b)) // BLOCK * BLOCK for a, b in zip(asked, others)]
         assert cached(second) == [min(have, hit) for have, hit in zip(common, most)]
@@ -133,15 +148,15 @@ def test_requests_of_other_budgets_share_prefixes_and_overwrite_nothing_of_each_
 
 
 @pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("mode", ["compact", "chunked"])
+@pytest.mark.parametrize("mode", ["compact", "chunked", "uneven"])
 def test_preempted_requests_give_the_same_tokens_as_with_room(engine, tokenizer, mode, caching):
     asked = [document(tokenizer, length, number)[0] for number, length in enumerate((1000, 1100, 1030, 1060))]
-    asking = {"mode": mode, "budget": 768, "chunk": 896}
+    asked_of = asking(mode, budget=768, chunk=896)
     options = {"max_model_len": 2048, "enable_prefix_caching": caching, "dtype": "float32"}
-    with engine(asking, **options) as roomy:
+    with engine(asked_of, **options) as roomy:
         wanted = roomy.tokens(asked, new=200)
         assert roomy.preemptions == 0
-    with engine(asking, num_gpu_blocks_override=118, **options) as ours:
+    with engine(asked_of, num_gpu_blocks_override=118, **options) as ours:
         assert ours.tokens(asked, new=200) == wanted
         assert ours.preemptions > 0
         assert ours.held() == 0 and nothing_left(ours)
@@ -150,10 +165,10 @@ def test_preempted_requests_give_the_same_tokens_as_with_room(engine, tokenizer,
 def test_chunked_requests_are_admitted_with_what_they_ever_hold(engine, tokenizer):
     """Four prompts of 63 blocks in a pool of 80: each holds 17 blocks at most."""
     asked = [document(tokenizer, 2000, number)[0] for number in range(4)]
-    asking = {"mode": "chunked", "budget": 256, "chunk": 256}
-    with engine(asking) as roomy:
+    asked_of = {"mode": "chunked", "budget": 256, "chunk": 256}
+    with engine(asked_of) as roomy:
         wanted = roomy.tokens(asked, new=24)
-    with engine(asking, num_gpu_blocks_override=81, max_model_len=2560) as ours:
+    with engine(asked_of, num_gpu_blocks_override=81, max_model_len=2560) as ours:
         together = 0
         for number, prompt in enumerate(asked):
             ours.add(str(number), prompt, 24)

@@ -1,7 +1,9 @@
-"""Arithmetic of schedules, without vLLM: against a walk over tokens one by one. A part of the repository's own tests."""
+"""Arithmetic of schedules, without vLLM: against a walk over tokens one by one. A part of the repository's own
+tests."""
 import pathlib
 import random
 import sys
+import tempfile
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -93,7 +95,7 @@ class Schedules(unittest.TestCase):
                 kept, position = min(row.keeps, there), end  # behind a hit fewer may be there, and are enough
 
     def test_a_hand_worked_case(self):
-        # 100 tokens in blocks of 10, 30 of which stay: 7 leading blocks are free, the last three full ones are overwritten.
+        # 100 tokens in blocks of 10, 30 of which stay: 7 leading blocks are free, the last three full ones overwritten.
         compact = plan.Schedule(prompt=105, block=10, kept_blocks=3)
         assert [compact.dropped(position) for position in (0, 104, 105, 200)] == [0, 0, 7, 7]
         assert compact.next_compaction(0) == 105 and compact.next_compaction(105) is None
@@ -119,15 +121,22 @@ class Schedules(unittest.TestCase):
     def test_a_servers_wrong_setting_is_refused_in_a_sentence(self):
         for given, said in [
             ("snapkv", "is 'snapkv'; expected a dict"), ({"modus": "compact"}, "is 'modus'; expected budget, chunk"),
-            ({"mode": "read"}, "mode is 'read'; expected chunked, compact, off"), ({"mode": 3}, "mode is 3"),
-            ({"method": "kvzip"}, "method is 'kvzip'; expected chunkkv"), ({"method": "ada_snapkv"}, "unequal numbers of tokens"),
+            ({"mode": "read"}, "mode is 'read'; expected chunked, compact, off, uneven"), ({"mode": 3}, "mode is 3"),
+            ({"method": "kvzip"}, "method is 'kvzip'; expected ada_snapkv, chunkkv"),
+            ({"method": "pyramidkv"}, "gives layers unequal numbers of tokens"),
+            ({"method": "ada_snapkv"}, "method is 'ada_snapkv' in the mode 'compact'; expected chunkkv, criticalkv"),
+            ({"method": "ada_snapkv"}, "or the mode 'uneven'"),
+            ({"mode": "uneven"}, "method is 'snapkv' in the mode 'uneven'; expected ada_snapkv, tangram; take one of "
+                                 "these, or the mode 'compact'"),
             ({"method": "quest"}, "what a step reads"), ({"method": "nonsense"}, "method is 'nonsense'"),
             ({"method": ["snapkv"]}, "method is ['snapkv']"), ({"method": "a_shape"}, "keeps every token"),
             ({"budget": 0}, "budget is 0; expected a whole number from 1"), ({"budget": 2.5}, "budget is 2.5"),
-            ({"budget": True}, "budget is True"), ({"budget": "256"}, "budget is '256'"), ({"chunk": -1}, "chunk is -1"),
+            ({"budget": True}, "budget is True"), ({"budget": "256"}, "budget is '256'"),
+            ({"chunk": -1}, "chunk is -1"),
             ({"parameters": [1]}, "parameters is [1]"), ({"parameters": {"window": "32"}}, "window is '32'"),
             ({"parameters": {"window": 512}}, "budget is 256; expected at least the window, which is 512"),
-            ({"parameters": {"sink_logits": 4}}, "a name of parameters is 'sink_logits'"), ({"figures": 7}, "figures is 7"),
+            ({"parameters": {"sink_logits": 4}}, "a name of parameters is 'sink_logits'"),
+            ({"figures": 7}, "figures is 7"),
         ]:
             with self.subTest(said), self.assertRaises(ValueError) as caught:
                 settings.of_server({"tessera": given})
@@ -135,12 +144,48 @@ class Schedules(unittest.TestCase):
 
     def test_a_requests_wrong_setting_is_refused_in_a_sentence(self):
         for given, said in [
-            (4, "is 4; expected a dict"), ("budget=4", "is 'budget=4'; expected JSON"), ('{"budget": 0}', "budget is 0"),
+            (4, "is 4; expected a dict"), ("budget=4", "is 'budget=4'; expected JSON"),
+            ('{"budget": 0}', "budget is 0"),
             ({"method": "snapkv"}, "is 'method'; expected budget, chunk, mode"),
-            ({"budget": -4}, "budget is -4"), ({"mode": "compress"}, "mode is 'compress'"), ({"chunk": 1 << 40}, "chunk is"),
+            ({"budget": -4}, "budget is -4"), ({"mode": "compress"}, "mode is 'compress'"),
+            ({"chunk": 1 << 40}, "chunk is"),
         ]:
             with self.subTest(said), self.assertRaises(ValueError) as caught:
                 settings.of_request({"tessera": given})
+            self.assertTrue(said in str(caught.exception), caught.exception)
+
+    def test_a_profile_is_read_and_a_wrong_one_refused_in_a_sentence(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "profile.json")
+            asked = {"mode": "uneven", "method": "tangram", "profile": str(path)}
+            for text, more, said in [
+                (None, {}, "expected the path of a file of `tessera calibrate`"), ("[]", {}, "TypeError"),
+                ('{"budget": [[0.5, 1.5]]}', {}, "expected a share in (0, 1]"),
+                ('{"budget": [[0.5], [0.5, 0.5]]}', {}, "expected a share in (0, 1]"),
+                ('{"budget": [[0.5]]}', {"budget": 64}, "profile is given beside tangram and a budget"),
+                ('{"budget": [[0.5]]}', {"method": "ada_snapkv"},
+                 "profile is given beside ada_snapkv; expected one of tangram"),
+            ]:
+                if text is not None:
+                    path.write_text(text)
+                with self.subTest(said), self.assertRaises(ValueError) as caught:
+                    settings.of_server({"tessera": {**asked, **more}})
+                self.assertTrue(said in str(caught.exception), caught.exception)
+            own = settings.of_server({"tessera": asked})
+            assert own.profile == ((0.5,),)
+            with self.assertRaises(ValueError) as caught:
+                settings.for_request(own, {"tessera": {"budget": 4}})
+            self.assertTrue("budget of a request is 4; expected none" in str(caught.exception), caught.exception)
+
+    def test_a_request_of_a_mode_that_the_servers_method_has_not_is_refused(self):
+        for server, mode, said in [
+                ({"mode": "uneven", "method": "ada_snapkv"}, "compact",
+                 "expected uneven or off, as the server has ada_snapkv"),
+                ({"method": "keydiff"}, "uneven", "expected compact, chunked or off, as the server has keydiff")]:
+            own = settings.of_server({"tessera": server})
+            assert settings.for_request(own, {"tessera": {"mode": "off"}}).mode == "off"
+            with self.assertRaises(ValueError) as caught:
+                settings.for_request(own, {"tessera": {"mode": mode}})
             self.assertTrue(said in str(caught.exception), caught.exception)
 
     def test_nothing_is_asked_of_a_server_without_settings(self):

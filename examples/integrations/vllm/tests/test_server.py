@@ -78,8 +78,11 @@ BUDGET = {"tessera": {"budget": 256}}
 
 
 @pytest.mark.parametrize("options, said", [
-    ({**CLASSES, "additional_config": {"tessera": {"method": "kvzip"}}}, "tessera: method is 'kvzip'; expected chunkkv"),
+    ({**CLASSES, "additional_config": {"tessera": {"method": "kvzip"}}},
+     "tessera: method is 'kvzip'; expected ada_snapkv, chunkkv"),
     ({**CLASSES, "additional_config": {"tessera": {"mode": "read"}}}, "tessera: mode is 'read'; expected"),
+    ({**CLASSES, "additional_config": {"tessera": {"method": "ada_snapkv"}}},
+     "tessera: method is 'ada_snapkv' in the mode 'compact'"),
     ({**CLASSES, "additional_config": {"tessera": {"parameters": {"windw": 3}}}},
      "parameter is 'windw'; expected window"),
     ({**CLASSES, "additional_config": {"tessera": {"parameters": {"dense_layers": 2}}}},
@@ -167,7 +170,7 @@ def test_pages_that_no_stride_describes_are_refused(monkeypatch):
     import torch
     from tessera_vllm import refusals
     from vllm.v1.attention.backends import cpu_attn
-    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda **_: "amx")
-    with pytest.raises(ValueError, match="is 'amx'; expected 'vec' or 'vec16'"):
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda **_: "neon")
+    with pytest.raises(ValueError, match="is 'neon'; expected 'vec', 'vec16' or 'amx'"):
         refusals.check_pages(Names(cache_config=Names(block_size=32, cache_dtype="auto")),
                              Names(dtype=torch.bfloat16, dim=64))

@@ -195,6 +195,51 @@ TEST_CASE("log-sum-exps that the engine gives are taken, and those that it does 
   }
 }
 
+TEMPLATE_TEST_CASE("pages whose keys lie as columns give the bits of rows", "", float, bf16) {
+  support::rng random(922);
+  cpu::executor workers(1);
+  for (index_t i = 0; i < support::scaled(40); ++i) {
+    const index_t sequences = random.between(1, 2), heads = random.between(1, 3),
+                  page = random.pick({1, 7, 16, 32, 96});
+    std::vector<index_t> lengths;
+    for (index_t r = 0; r < sequences * heads; ++r) lengths.push_back(random.between(1, 200));
+    kv_tensor<TestType, 64> kv(random, sequences, heads, lengths);
+    if (random.chance(0.5)) kv.scatter_positions(random);
+    const auto queries = last_rows(random, kv, random.pick({1, 33}), 2);
+    const index_t blocks = ceil_div(kv.slots, page);
+    std::vector<index_t> table;  // the last page comes first
+    for (index_t b = 0; b < sequences * blocks; ++b) table.push_back(sequences * blocks - 1 - b);
+    std::vector<TestType> columns(std::size_t(sequences * blocks * heads * 64 * page));
+    kv_view<const TestType, 64, block_table> view;
+    view.k = view.v = columns.data();
+    view.k_strides = {heads * 64 * page, 64 * page, 1, page};
+    view.table = {table.data(), page, blocks};
+    view.sequences = sequences;
+    view.kv_heads = heads;
+    view.lengths = kv.lengths.data();
+    view.length_strides = {heads, 1};
+    view.positions = kv.view().positions;
+    view.position_strides = {offset_t(heads) * kv.slots, kv.slots};
+    std::vector<offset_t> offsets;
+    for (index_t r = 0; r < sequences * heads; ++r) {
+      offsets.push_back(offset_t(r) * kv.slots);
+      for (index_t slot = 0; slot < lengths[std::size_t(r)]; ++slot) {
+        TestType* to = columns.data() + (view.key(r / heads, r % heads, slot) - columns.data());
+        for (int d = 0; d < 64; ++d) to[d * page] = kv.k[kv.row(r / heads, r % heads, slot) * 64 + std::size_t(d)];
+      }
+    }
+    const cpu::query_rows<float> fed{nhd_rows(queries.q.data(), queries.count, queries.q_heads, index_t(64), sequences),
+                                     queries.first.data()};
+    const auto scores = [&](const auto& keys) {
+      std::vector<float> result(std::size_t(sequences * heads * kv.slots), 0.0f);
+      cpu::score_workspace<64> workspace;
+      cpu::score_rows(keys, fed, {}, exact_score{}, result.data(), offsets.data(), workspace, workers);
+      return result;
+    };
+    REQUIRE(support::same_bits(scores(view), scores(kv.view())));
+  }
+}
+
 TEST_CASE("queries without memory are refused where there are any") {
   support::rng random(921);
   const kv_tensor<float, 64> kv(random, 1, 2, {5, 5});

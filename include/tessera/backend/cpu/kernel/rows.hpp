@@ -1,6 +1,9 @@
 // Query rows with their positions, the slots of a row, and loading of both.
 #pragma once
 
+#include <algorithm>
+#include <type_traits>
+
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/model_shape.hpp"
 #include "../../../core/selection.hpp"
@@ -145,6 +148,38 @@ void load_keys(const View& view, index_t sequence, index_t head, const slot_sour
     load_key(view, sequence, head, slot, memory.keys + t * View::k_dim);
     memory.positions[t] = view.position(sequence, head, slot);
   }
+}
+
+/// Loads a tile's keys as [k_dim, tile_tokens] and its positions, from pages whose keys lie as [k_dim, page] (vLLM's on
+/// the CPU). Returns false, and loads nothing, where they lie otherwise. The values are those of `load_keys` and
+/// `transpose`.
+template <class View, class Memory>
+bool load_transposed_keys(const View& view, index_t sequence, index_t head, index_t first, int tokens, Memory& memory) {
+  if constexpr (requires { requires page_table<std::remove_cvref_t<decltype(view.table)>>; }) {
+    using stored_type = std::remove_const_t<typename View::stored_type>;
+    if constexpr (!View::encoding_type::scaled && elements_of_unit<stored_type> == 1) {
+      if (view.k_strides.token != 1 || view.k_strides.dim == 1) return false;
+      for (int t = 0; t < tokens;) {
+        const index_t slot = first + t, page = view.table.page;
+        const int run = int((std::min<index_t>)(tokens - t, page - slot % page));
+        const auto* from = view.key(sequence, head, slot);
+        for (int d = 0; d < View::k_dim; ++d) {
+          const auto* column = from + d * view.k_strides.dim;
+          float* to = memory.transposed + d * tile_tokens + t;
+          int i = 0;
+          for (; i + lane_count <= run; i += lane_count) store(to + i, load(column + i));
+          for (; i < run; ++i) to[i] = float(column[i]);
+        }
+        for (int i = 0; i < run; ++i) memory.positions[t + i] = view.position(sequence, head, slot + i);
+        t += run;
+      }
+      for (int d = 0; d < View::k_dim; ++d) {
+        std::fill(memory.transposed + d * tile_tokens + tokens, memory.transposed + (d + 1) * tile_tokens, 0.0f);
+      }
+      return true;
+    }
+  }
+  return false;
 }
 
 }  // namespace cpu

@@ -40,8 +40,10 @@ namespace detail {
 template <class View, class Memory>
 void tile_logits(const View& view, index_t sequence, index_t head, index_t first, int tokens, const logit_rule& rule,
                  int rows, const index_t* query_positions, Memory& memory) {
-  load_keys(view, sequence, head, slot_source{}, first, tokens, memory);
-  transpose<View::k_dim>(memory.keys, tokens, memory.transposed);
+  if (!load_transposed_keys(view, sequence, head, first, tokens, memory)) {
+    load_keys(view, sequence, head, slot_source{}, first, tokens, memory);
+    transpose<View::k_dim>(memory.keys, tokens, memory.transposed);
+  }
   dots_many_rows<View::k_dim>(memory.queries, rows, memory.transposed, memory.logits);
   for (int r = 0; r < rows; ++r) {
     float* row = memory.logits + r * tile_tokens;
