@@ -49,6 +49,9 @@ tessera_torch::any_pages* tessera_torch_make_pages(const tessera_torch::cache_re
 OPERATORS = ("operators.cpp", "session_operators.cpp", "pages/page_operators.cpp", "pages/observation_operators.cpp",
              "pages/reading_operators.cpp")
 MAY_COMPILE = True  # False within an engine's process: what is not there is then refused
+# How K and V are stored; those of groups of elements on the CPU alone.
+ROWS = ("given", "fp8", "int8", "int4", "int2")
+ROWS_OF_CPU = ("int4", "int2")
 NO_POLICIES = ("backend", "concepts", "core", "math", "methods", "runtime")
 
 
@@ -83,8 +86,8 @@ class Policy:
         self.recipe = recipe
 
     def source(self, element, dim):
-        headers = sorted(path.relative_to(INCLUDE).as_posix() for path in (INCLUDE / "tessera").glob("*/*.hpp")
-                         if path.parent.name not in NO_POLICIES)
+        headers = [path.relative_to(INCLUDE).as_posix() for path in sorted((INCLUDE / "tessera").rglob("*.hpp"))]
+        headers = [name for name in headers if name.count("/") > 1 and name.split("/")[1] not in NO_POLICIES]
         lines = [f"#include <{name}>" for name in headers]
         text = re.sub(r"^\s*#pragma once\s*$", "", self.text, flags=re.M)
         # The preprocessor must see a header's own includes outside of the namespace.
@@ -95,13 +98,31 @@ class Policy:
                           f"using recipe_type = tessera::chosen_recipe<tessera::{element}, {dim}>;", ""])
 
 
-def source_of(method, element, dim):
+def check_rows(method, rows, device):
+    if rows not in ROWS:
+        raise ValueError(f"rows is '{rows}'; expected one of {', '.join(ROWS)}; leave rows out to store what the model gives")
+    if rows != "given" and isinstance(method, Policy):
+        raise ValueError(f"rows is '{rows}'; expected 'given' beside a Policy, whose recipe names its layout; "
+                         f"write stored<{rows}_rows<T, D>, runs> in the recipe")
+    if rows in ROWS_OF_CPU and device == "cuda":
+        raise ValueError(f"rows is '{rows}'; expected given, fp8 or int8 on CUDA; rows of fewer bits are read by the CPU alone")
+
+
+def source_of(method, element, dim, rows="given"):
     if isinstance(method, Policy):
         return method.source(element, dim)
     if method not in methods():
         raise ValueError(f"method is '{method}'; expected one of {', '.join(methods())}; or pass a Policy")
-    return (f"#include <tessera/methods/{method}.hpp>\n"
-            f"using recipe_type = tessera::{method}<tessera::{element}, {dim}>;\n")
+    given = f"tessera::{method}<tessera::{element}, {dim}>"
+    if rows == "given":
+        return f"#include <tessera/methods/{method}.hpp>\nusing recipe_type = {given};\n"
+    # Where the method has its rows lie, in another format.
+    layout = f"tessera::stored<tessera::{rows}_rows<tessera::{element}, {dim}>, {given}::layout_type::placement_type>"
+    return (f"#include <tessera/methods/{method}.hpp>\n#include <tessera/layout/{rows}_rows.hpp>\n"
+            "#include <tessera/layout/packed_rows.hpp>\n"
+            f"static_assert(!tessera::packing_layout<{given}::layout_type>,\n"
+            f"              \"tessera: {method} packs its rows; leave rows out\");\n"
+            f"using recipe_type = tessera::{method}<tessera::{element}, {dim}, {dim}, {layout}>;\n")
 
 
 @functools.cache
@@ -130,11 +151,12 @@ def command_of(device):
             ABI, "-diag-suppress=177", "-x", "cu"]
 
 
-def library(method, dtype, dim, device="cpu", kind="cache"):
+def library(method, dtype, dim, device="cpu", kind="cache", rows="given"):
     """The path of a recipe's library, compiled unless it is there. Errors: ValueError with the compiler's one sentence.
 
-    kind: "cache", or "pages" for the operations over an engine's own pages.
+    kind: "cache", or "pages" for the operations over an engine's own pages; rows: one of ROWS.
     """
+    check_rows(method, rows, device)
     if dtype not in ELEMENTS:
         raise ValueError(f"dtype is {dtype}; expected {', '.join(map(str, ELEMENTS))}; cast the model")
     if dim not in HEAD_DIMS:
@@ -145,13 +167,14 @@ def library(method, dtype, dim, device="cpu", kind="cache"):
     command = command_of(device)
     folder = "pages/" if kind == "pages" else ""
     text = (f'#include "{folder}{device}_{kind}.{"hpp" if device == "cpu" else "cuh"}"\n' +
-            source_of(method, ELEMENTS[dtype], dim) + (EXPORTS if kind == "cache" else PAGE_EXPORTS) % device)
+            source_of(method, ELEMENTS[dtype], dim, rows) + (EXPORTS if kind == "cache" else PAGE_EXPORTS) % device)
     unused = (*OPERATORS, "registry.hpp", "tensor_rows.hpp", "torch_memory.hpp", "pages/page_tensors.hpp",
               *([] if device == "cuda" else ["backend/cuda"]), *([] if kind == "pages" else ["pages/"]))
     depends = machine(command[0], *unused)
     key = hashlib.sha256("\0".join([depends, *command, text]).encode()).hexdigest()[:24]
     name = method if isinstance(method, str) else "policy"
-    path = cache_folder() / f"{name}_{ELEMENTS[dtype]}_{dim}_{device}_{kind}_{key}.so"
+    element = ELEMENTS[dtype] if rows == "given" else f"{rows}_of_{ELEMENTS[dtype]}"
+    path = cache_folder() / f"{name}_{element}_{dim}_{device}_{kind}_{key}.so"
     if path.exists():
         return path
     refuse_to_compile(path)

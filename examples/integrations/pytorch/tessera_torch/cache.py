@@ -27,6 +27,8 @@ class TesseraCache(transformers.Cache):
                  a list of such, one for each row; None: the method's default
     max_length:  most tokens of a conversation; CUDA takes memory for them, or for less where the first prompt comes in one call; the CPU
                  as they come (None: the model's)
+    rows:        how K and V are stored: "given", as the model gives them; "fp8" or "int8", a byte an element and a scale for each row;
+                 "int4" or "int2" on the CPU, in groups of 64 channels. What was stored is not what the model gave: answers may differ
     draft_tokens: of a draft that a step may check, 0 to 7; CUDA takes scratch memory for them, the CPU takes 7. None: 7 if generate
                  with an assistant or prompt lookup makes the first call, else 0
     profile:     what was found once for the heads of this model, for a method that goes by it: the file of `tessera calibrate`
@@ -34,7 +36,8 @@ class TesseraCache(transformers.Cache):
     parameters:  the method's own, by the names that tessera_torch.parameters(method) shows
     """
 
-    def __init__(self, config, method="full", budget=None, max_length=None, profile=None, draft_tokens=None, **parameters):
+    def __init__(self, config, method="full", budget=None, max_length=None, profile=None, draft_tokens=None, rows="given",
+                 **parameters):
         text = config.get_text_config(decoder=True)
         if text._attn_implementation != NAME:
             raise ValueError(f"attention of the model is '{text._attn_implementation}'; expected '{NAME}'; load the model "
@@ -53,6 +56,8 @@ class TesseraCache(transformers.Cache):
         self._draft_tokens = draft_tokens
         self._longest = max_length or text.max_position_embeddings
         self._operators = build.operators()
+        build.check_rows(method, rows, "cpu")
+        self._row_format = rows
         if isinstance(method, str):
             build.source_of(method, "fp32", 64)  # an unknown method is known now
         self._reading_prompt = False  # see prompt()
@@ -132,6 +137,9 @@ class TesseraCache(transformers.Cache):
     def __setstate__(self, state):
         opening.restore(self, state)
 
+    def _library(self, dtype, dim, device="cpu"):
+        return build.library(self.method, dtype, dim, device, rows=self._row_format)
+
     def __repr__(self):
         name = self.method if isinstance(self.method, str) else "a policy of one's own"
         return f"TesseraCache({name}, budget={self.budget}, {self.tokens} tokens)"
@@ -208,7 +216,7 @@ class TesseraCache(transformers.Cache):
         if draft is not None:
             is_step = self._rehearsal is None or self._rehearsal.is_step
         if self._handle is None:
-            self._path = build.library(self.method, q.dtype, dim, q.device.type)
+            self._path = self._library(q.dtype, dim, q.device.type)
             self._drops = self._operators.fact(str(self._path), "drops_by_layer")
         is_last = not is_step and self._drops and opening.ends_prompt(self, request, tokens)
         if self._handle is None:
@@ -261,7 +269,7 @@ class TesseraCache(transformers.Cache):
     @property
     def takes_back(self):
         """Whether tokens of an answer can be taken back at any time under the method, and not only those of a draft: see crop."""
-        return self._operators.fact(str(self._path or build.library(self.method, torch.float32, 64)), "takes_back")
+        return self._operators.fact(str(self._path or self._library(torch.float32, 64)), "takes_back")
 
     def crop(self, tokens):
         """Takes back the newest -tokens columns of the batch; above 0, all but so many (transformers 4). What follows has the bits

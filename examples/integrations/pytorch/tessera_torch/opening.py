@@ -14,7 +14,7 @@ ROOM = 1024  # tokens behind a first prompt that there is memory for, where nobo
 def check(cache, request, q):
     """Before anything is stored: whether generate will come to its end with this cache."""
     if request.draft is not None:
-        cache._path = build.library(cache.method, q.dtype, q.shape[-1], q.device.type)
+        cache._path = cache._library(q.dtype, q.shape[-1], q.device.type)
     elif request.mode not in generation.ONE_BY_ONE:
         refuse(request.mode.value.replace("_", " "))
     if request.needs:
@@ -98,7 +98,7 @@ def restore(cache, state):
     if sequences is None:
         return
     dtype, device, _ = cache._made_for
-    cache._path = build.library(cache.method, dtype, cache._dim, device.type)
+    cache._path = cache._library(dtype, cache._dim, device.type)
     create(cache)
     cache._operators.load(cache._handle, sequences)
     if cache._room is not None:  # memory was made for less than max_length

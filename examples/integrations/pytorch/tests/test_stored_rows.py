@@ -1,0 +1,65 @@
+"""Rows of 8, 4 and 2 bits: a cache of them does what a cache does that is handed what such rows decode to."""
+import copy
+import pickle
+
+import pytest
+import torch
+from tessera_torch import Policy, TesseraCache, build
+from test_use import GREEDY, small_model, tokens
+
+
+def decoded(x, rows):
+    """What is left of vectors [.., dim] once they are stored, in another way than the library's."""
+    if rows in ("fp8", "int8"):
+        largest = x.abs().amax(-1, keepdim=True)
+        scale = largest / (448 if rows == "fp8" else 127)
+        scale = torch.where(scale > 1e-30, scale, 1.0)
+        codes = (x / scale).to(torch.float8_e4m3fn).float() if rows == "fp8" else (x / scale).round()
+        return codes * scale
+    most = {"int4": 15, "int2": 3}[rows]
+    groups = x.unflatten(-1, (-1, 64))
+    low = groups.amin(-1, keepdim=True).half().float()
+    step = ((groups.amax(-1, keepdim=True) - low) / most).half().float()
+    codes = torch.where(step > 0, ((groups - low) / step).round().clamp(0, most), 0.0)
+    return (low + step * codes).flatten(-2)
+
+
+CASES = [("full", "fp8"), ("full", "int8"), ("full", "int4"), ("full", "int2"), ("snapkv", "int4"), ("quest", "int8")]
+
+
+@pytest.mark.parametrize("method, rows", CASES)
+def test_a_cache_of_few_bits_is_one_of_what_they_decode_to(method, rows, monkeypatch):
+    model, ids = small_model(), tokens(90)
+    named = {} if method == "full" else {"budget": 32}
+    given = TesseraCache(model.config, method, **named)
+    few = TesseraCache(model.config, method, rows=rows, **named)
+    attend = TesseraCache.attend
+
+    def of_decoded(self, layer, q, k, v, *more):
+        return attend(self, layer, q, *((decoded(x, rows) for x in (k, v)) if self is given else (k, v)), *more)
+
+    monkeypatch.setattr(TesseraCache, "attend", of_decoded)
+    with torch.no_grad():
+        for part in (ids[:, :80], ids[:, 80:81], ids[:, 81:82]):
+            want = model(part, past_key_values=given).logits
+            assert torch.allclose(model(part, past_key_values=few).logits, want, atol=2e-4)
+    monkeypatch.undo()
+    row = {"fp8": 68, "int8": 68, "int4": 36, "int2": 20}[rows]  # of 64 channels, scales included
+    assert few.full_bytes() * 4 * 64 == given.full_bytes() * row
+    twin, again = copy.deepcopy(few), pickle.loads(pickle.dumps(few))
+    answers = [model.generate(torch.cat([ids[:, :82], ids[:, 82:86]], 1), past_key_values=one, max_new_tokens=6, **GREEDY)
+               for one in (few, twin, again)]
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+
+
+def test_rows_that_are_not_there_are_refused():
+    config = small_model().config
+    with pytest.raises(ValueError, match="^rows is 'int3'; expected one of given, fp8, int8, int4, int2; "):
+        TesseraCache(config, "snapkv", 32, rows="int3")
+    own = Policy("struct nothing {};\n", "recipe<retain_all, dense<T, D>, retrieve_all, dense_decode, once>")
+    with pytest.raises(ValueError, match="^rows is 'int4'; expected 'given' beside a Policy, whose recipe names its layout; "):
+        TesseraCache(config, own, rows="int4")
+    with pytest.raises(ValueError, match="^rows is 'int4'; expected given, fp8 or int8 on CUDA; "):
+        build.library("snapkv", torch.bfloat16, 64, "cuda", rows="int4")
+    with pytest.raises(ValueError, match="^tessera: mosaickv packs its rows; leave rows out"):
+        build.library("mosaickv", torch.float32, 64, rows="int8")
