@@ -3,7 +3,7 @@
 
 #include <cmath>
 #include <concepts>
-#include <cstdint>
+#include <initializer_list>
 #include <type_traits>
 
 #include "../types.hpp"
