@@ -29,7 +29,7 @@ namespace {
 
 /// An engine's memory on the device, and an index of its pool.
 template <class T, int D>
-struct on_device {
+struct device_engine {
   using view_type = typename block_engine<T, D>::view_type;
   const block_engine<T, D>& engine;
   index_t page;
@@ -37,7 +37,7 @@ struct on_device {
   buffer<index_t> table, lengths, first, first_slots;
   buffer<float> sinks;
 
-  on_device(const block_engine<T, D>& of, index_t page_)
+  device_engine(const block_engine<T, D>& of, index_t page_)
       : engine(of),
         page(page_),
         pool(of.pool),
@@ -106,7 +106,7 @@ void index_has_the_cpus_bits(std::uint64_t seed) {
     auto engine = random_engine<T, D>(random, shrunk(600, 100));
     const index_t page = random.pick({1, 4, 8, 16, 16});
     CAPTURE(i, page, engine.block, int(engine.layout), engine.sequences, engine.kv_heads, engine.longest());
-    on_device<T, D> device(engine, page);
+    device_engine<T, D> device(engine, page);
     const auto whole = engine.lengths;
     std::vector<index_t> firsts(whole.size(), 0), now(whole.size(), 0);
     for (bool done = false; !done;) {
@@ -130,7 +130,7 @@ void index_has_the_cpus_bits(std::uint64_t seed) {
 }
 
 template <class Scorer>
-constexpr oracle::estimate kind =
+constexpr oracle::estimate estimate_of =
     std::is_same_v<Scorer, page_min_max> ? oracle::estimate::quest : oracle::estimate::hsa;
 
 template <class T, int D, class Scorer>
@@ -141,12 +141,12 @@ void chooses_the_oracles(std::uint64_t seed, int times, index_t longest) {
   for (int i = 0; i < scaled(times, 4); ++i) {
     const auto engine = random_engine<T, D>(random, longest);
     Scorer scorer{random.pick({4, 8, 16, 16}), D, random.pick({0, 1, 1, 20})};
-    if (kind<Scorer> == oracle::estimate::hsa) scorer.channels = random.pick({1, 7, 31, D});
-    const auto unit = kind<Scorer> == oracle::estimate::quest
+    if (estimate_of<Scorer> == oracle::estimate::hsa) scorer.channels = random.pick({1, 7, 31, D});
+    const auto unit = estimate_of<Scorer> == oracle::estimate::quest
                           ? selection_unit::page
                           : random.pick({selection_unit::token, selection_unit::page});
     const index_t read = random.between(1, std::max(1, engine.longest()));
-    on_device<T, D> device(engine, scorer.page);
+    device_engine<T, D> device(engine, scorer.page);
     auto of_device = info;
     if (random.chance(0.3)) of_device.multiprocessors = 1;  // more tiles a block
     const cuda::choose_by_blocks<typename block_engine<T, D>::view_type, Scorer> choose(
@@ -183,7 +183,7 @@ void chooses_the_oracles(std::uint64_t seed, int times, index_t longest) {
         for (index_t slot = 0; slot < n; ++slot) REQUIRE(chosen[std::size_t(slot)] == slot);
         continue;
       }
-      const auto expected = engine.expected(b, h, {kind<Scorer>, scorer.page, scorer.channels});
+      const auto expected = engine.expected(b, h, {estimate_of<Scorer>, scorer.page, scorer.channels});
       const auto want = unit == selection_unit::token ? oracle::top_tokens(expected.scores, std::min(tail, keep), keep)
                                                       : oracle::top_pages(expected.scores, tail, keep, scorer.page);
       const auto verdict =
@@ -241,7 +241,7 @@ TEST_CASE("a captured step over an engine's blocks follows tables, lengths and f
   engine.lengths.assign(sequences, 0);
   engine.first.assign(sequences, 0);
   engine.shared.assign(sequences, 0);
-  on_device<bf16, 128> device(engine, page);
+  device_engine<bf16, 128> device(engine, page);
   const auto info = cuda::device_info::current();
   const cuda::choose_by_blocks<view_type, page_min_max> choose(
       page_min_max{page, 128}, selection_unit::page, {sequences, kv_heads, group * kv_heads, 1, max_blocks * 16, read},
@@ -314,7 +314,7 @@ TEST_CASE("what the kernels over blocks cannot take is refused in a sentence") {
   if (gpu_missing()) return;
   support::rng random(411);
   auto engine = support::random_engine<bf16, 64>(random, block_layout::nhd, 16, 60, block_keys::normal);
-  on_device<bf16, 64> device(engine, 8);
+  device_engine<bf16, 64> device(engine, 8);
   auto p = device.indexing(1);
   p.index.strides.token = 2 * 64 * engine.kv_heads + 4;
   CHECK_THROWS_WITH(cuda::index_blocks(p, nullptr), contains("stride of the index is "));

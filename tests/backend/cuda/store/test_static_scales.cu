@@ -12,8 +12,8 @@ using support::scale_of;
 
 namespace {
 
-constexpr int dim = 128;
-using engine = support::static_pages<dim>;
+constexpr int row_dim = 128;
+using engine = support::static_pages<row_dim>;
 
 /// The device's copy of an engine's memory.
 struct device_pages {
@@ -43,10 +43,11 @@ TEST_CASE("the device appends by an engine's scales as the CPU does, to the bit"
     for (const index_t tokens : {1, 3, 20}) {
       engine host(random, kind);
       device_pages device(host);
-      const auto k = support::rows_of_any_size(random, std::size_t(engine::sequences * tokens * engine::heads * dim));
+      const auto k =
+          support::rows_of_any_size(random, std::size_t(engine::sequences * tokens * engine::heads * row_dim));
       const auto v = support::rows_of_any_size(random, k.size());
       const auto rows = [&](const bf16* from) {
-        return nhd_rows<const bf16>(from, tokens, engine::heads, dim, engine::sequences);
+        return nhd_rows<const bf16>(from, tokens, engine::heads, row_dim, engine::sequences);
       };
       cpu::append(host.view(), rows(k.data()), rows(v.data()));
       const buffer<bf16> d_k(k), d_v(v);
