@@ -6,6 +6,7 @@
 #   VENV=FOLDER serve.sh                                      which is this one
 #   PORT=8123 MODE=chunked MODEL=PATH serve.sh keydiff 512
 #   MODE=uneven serve.sh ada_snapkv 256                       heads that compete for the budget
+#   MODE=read serve.sh quest 256                              steps that read a part of the cache
 #   KEEP=1 serve.sh                                           the server goes on until Ctrl-C
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"

@@ -39,6 +39,7 @@ NEEDED = (
       "sliding_window", "block_table", "softcap", "scheduler_metadata", "s_aux", "dynamic_causal", "k_scale", "v_scale",
       "kv_cache_dtype")),
     ("vllm.v1.worker.cpu_worker", "CPUWorker.execute_model", ("scheduler_output",)),
+    ("vllm.v1.worker.cpu_worker", "CPUWorker.determine_available_memory", ()),
     ("vllm.v1.worker.gpu_input_batch", "InputBatch.req_ids", ()),
     ("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ()),
 )

@@ -30,6 +30,7 @@ class Model:
         self.kv_heads = config.get_num_kv_heads(parallel)
         self.dim = config.get_head_size()
         self.dtype = config.dtype
+        self.block = vllm_config.cache_config.block_size
         self.config = config.hf_text_config
 
     def heads(self):
@@ -43,14 +44,23 @@ class Model:
 
 
 class Operators:
-    """PageOperations of one method and model, whatever the budgets of requests: pages(scale, softcap) of attention."""
+    """PageOperations of one method and model, whatever the budgets of requests: pages(scale, softcap) of attention; of
+    a method that chooses what steps read, reading(scale, softcap, reads)."""
 
     def __init__(self, settings, model):
         self.settings, self.model = settings, model
-        self.pages = functools.lru_cache(maxsize=8)(self._open)
+        self.pages = functools.lru_cache(maxsize=64)(self._open)
 
-    def _open(self, scale=0.0, softcap=0.0):
+    def reading(self, scale, softcap, reads):
+        """Operations by which a step may read so many tokens, or more."""
+        return self.pages(scale, softcap, 1 << (max(reads, self.model.block) - 1).bit_length())
+
+    def _open(self, scale=0.0, softcap=0.0, reads=0):
         model, named = self.model, dict(self.settings.parameters)
+        budget = None if self.settings.profile else max(self.settings.budget, self.settings.window)
+        if self.settings.reads:
+            named.setdefault("page", model.block)
+            budget = 2 * reads  # the method reads half of its budget; the other half stands for its estimate
         if self.settings.observes == "statistics":
             named["rope_frequencies"] = model.rope_frequencies()
         torch_package = package()
@@ -59,7 +69,7 @@ class Operators:
             return torch_package.PageOperations(
                 self.settings.method, layers=model.layers, q_heads=model.q_heads, kv_heads=model.kv_heads,
                 dim=model.dim, dtype=model.dtype, scale=scale, softcap=softcap, profile=self.settings.profile or None,
-                budget=None if self.settings.profile else max(self.settings.budget, self.settings.window), **named)
+                budget=budget, **named)
         except FileNotFoundError as error:
             command = (f"python -m tessera_vllm.build --model {model.path} --methods {self.settings.method} "
                        f"--dtype {str(model.dtype).removeprefix('torch.')}")
@@ -67,8 +77,40 @@ class Operators:
                              f"them in the folder of libraries; run: {command}") from error
 
     def try_out(self, block):
-        """Chooses among random rows as a prompt's end would: the settings are right, and heads keep as many tokens as
-        their blocks have. Errors: ValueError of one sentence."""
+        """Chooses among random rows as a prompt's end or a step would: the settings are right, and heads keep or read
+        as many tokens as their blocks have. Errors: ValueError of one sentence."""
+        if self.settings.reads:
+            self._try_to_read(block)
+        else:
+            self._try_to_keep(block)
+
+    def _try_to_read(self, block):
+        import torch
+        model, pages = self.model, self.reading(0.0, 0.0, 2 * block)
+        if pages.index_page != block:
+            raise asking.refused("page", pages.index_page, f"{block}, the block of vLLM", "leave it out: vLLM's kernel "
+                                 "reads whole blocks")
+        newest = int(dict(self.settings.parameters).get("newest", 1))
+        if not 1 <= newest <= block:
+            raise asking.refused("newest", newest, f"1 to {block}, the block of vLLM", "leave it out: the newest block "
+                                 "is read, and no other one in any case")
+        random = torch.Generator().manual_seed(1)
+        draw = lambda *shape: torch.randn(shape, generator=random).to(model.dtype)
+        tokens, number = 5 * block - block // 2, lambda value: torch.tensor([value], dtype=torch.int32)
+        k, v = draw(5, block, model.kv_heads, model.dim), draw(5, block, model.kv_heads, model.dim)
+        layer = package().PagedLayer(k, v, torch.arange(5, dtype=torch.int32)[None],
+                                     torch.full((1, model.kv_heads), tokens, dtype=torch.int32))
+        index = pages.empty_index(layer)
+        pages.index_pages(layer, index)
+        for number_of_layer in range(model.layers):
+            _, counts = pages.choose_to_read(number_of_layer, layer, index, draw(1, 1, model.q_heads, model.dim),
+                                             number(tokens - 1), number(2 * block))
+            if not bool((counts == 2 * block - block // 2).all()):
+                raise asking.refused(f"what {self.settings.method} reads in layer {number_of_layer}",
+                                     counts.tolist()[0], f"{2 * block - block // 2} tokens of every kv_head",
+                                     "leave out parameters that make heads unequal")
+
+    def _try_to_keep(self, block):
         import torch
         model, uneven = self.model, self.settings.uneven
         shape, profile = (model.layers, model.kv_heads), self.settings.profile

@@ -12,6 +12,8 @@ full block stays where it is. A table stays indexed by a token's position, so sl
 what attention reads is the table without its first `dropped` columns.
 
 In the mode `uneven` the ends are those of `compact`, and M * S is what a kv_head keeps on average.
+
+In the mode `read` there are no ends. Behind the prompt a token reads M blocks of its choice and the newest block.
 """
 import dataclasses
 import fractions
@@ -32,6 +34,7 @@ class Schedule:
     every_query: every query of the prompt must be seen, so that none of it may come from a prefix cache
     every_block: behind the prompt each full block is an end
     uneven:      heads keep unequal numbers of blocks, in pages that only the worker knows (uneven.py)
+    read_blocks: blocks that a token behind the prompt reads of each kv_head, the newest one among them; 0: all
     """
     prompt: int
     block: int
@@ -41,6 +44,7 @@ class Schedule:
     every_query: bool = False
     every_block: bool = False
     uneven: bool = False
+    read_blocks: int = 0
 
     def last_end(self, position):
         """The last end at or before a position; 0: there was none."""
@@ -72,8 +76,11 @@ class Schedule:
     def shared_blocks(self):
         """Leading blocks whose content is what the engine would have computed itself, and stays so; None: all blocks.
 
-        Those that the first compaction frees. All others are overwritten, or computed from a compacted prompt.
+        Those that the first compaction frees. All others are overwritten, or computed from a compacted prompt. Where
+        steps read a part: those in front of the first token that does.
         """
+        if self.read_blocks:
+            return self.first_reading(0) // self.block
         first = self.next_compaction(0)
         return None if first is None else self.dropped(first)
 
@@ -87,6 +94,16 @@ class Schedule:
             return 0
         whole = min(self.dropped(first), max(0, first - self.window) // self.block)
         return min(tokens, whole * self.block)
+
+    def first_reading(self, position):
+        """The first position, at or behind this one, whose token reads a part of what is stored."""
+        return max(position, self.prompt, self.read_blocks * self.block)
+
+    def tokens_read(self, position):
+        """How many stored tokens the token at a position behind the prompt attends in a layer."""
+        if self.read_blocks and position >= self.first_reading(position):
+            return (self.read_blocks - 1) * self.block + position % self.block + 1
+        return position + 1 - self.dropped(position) * self.block
 
     def blocks_before_first(self, tokens):
         """Blocks that a request of so many tokens holds when its first compaction is due, or at its end."""
@@ -120,6 +137,8 @@ def schedule_of(settings, prompt, block):
     if settings.mode == "off":
         return Schedule(prompt, block, blocks_for(prompt, block))
     kept = kept_blocks(settings, prompt, block)
+    if settings.mode == "read":
+        return Schedule(prompt, block, blocks_for(prompt, block), read_blocks=kept + 1)
     # Every end shall have at least one full block more than the last.
     chunk = max(settings.chunk, block) if settings.mode == "chunked" else 0
     return Schedule(prompt, block, kept, chunk, settings.window, settings.observes in ("every_query", "statistics"),

@@ -73,10 +73,10 @@ class Scheduler(VllmScheduler):
             return
         stored = request.num_computed_tokens
         steps = range(request.num_prompt_tokens + 1, stored + 1)  # tokens that are there when a step attends
-        skipped = sum(schedule.dropped(tokens - 1) for tokens in steps) * schedule.block
+        read = sum(schedule.tokens_read(tokens - 1) for tokens in steps)
         line = {"request": request_id, "prompt": request.num_prompt_tokens, "generated": request.num_output_tokens,
                 "blocks_of_all_tokens": len(blocks), "blocks_held": sum(not block.is_null for block in blocks),
                 "blocks_freed": sum(block.is_null for block in blocks), "tokens_stored_at_steps": sum(steps),
-                "tokens_read_at_steps": sum(steps) - skipped, "preemptions": request.num_preemptions}
+                "tokens_read_at_steps": read, "preemptions": request.num_preemptions}
         with open(self.asked.figures, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -13,27 +13,32 @@ MODES = {
     "compact": "when a prompt ends, each layer keeps `budget` tokens of each kv_head",
     "chunked": "the same at every `chunk` tokens of the prompt, and at its end",
     "uneven": "when a prompt ends, each layer keeps `budget` tokens of a kv_head on average, unequal numbers of each",
+    "read": "nothing is dropped: a step reads `budget` tokens of each kv_head, in whole blocks, and the newest block",
     "off": "requests stay whole, except those that ask for another mode",
 }
 # The newest queries of a prompt that a method looks at unless its parameter `window` says another number; 0: none.
 EVEN = {"chunkkv": 32, "criticalkv": 32, "expected_attention": 0, "h2o": 0, "keydiff": 0, "knorm": 0, "lagkv": 0,
         "random": 0, "snapkv": 32, "streaming_llm": 0, "tova": 0}
 UNEVEN = {"ada_snapkv": 32, "tangram": 32}
+READING = {"quest": 0}
 PROFILED = ("tangram",)
-METHODS = EVEN | UNEVEN
-OF_MODE = {"compact": EVEN, "chunked": EVEN, "uneven": UNEVEN, "off": METHODS}
+METHODS = EVEN | UNEVEN | READING
+OF_MODE = {"compact": EVEN, "chunked": EVEN, "uneven": UNEVEN, "read": READING, "off": METHODS}
 # What the others observe of queries, as PageOperations.observes has it.
 OBSERVES = {"expected_attention": "statistics", "h2o": "every_query", "tova": "newest_query"}
 DROPS_IN_STEPS = ("h2o", "tova")
 _LAYERS = "it gives layers unequal numbers of tokens, and all layers of vLLM share one table"
 _WHOLE = "it keeps every token of a prompt, so that no block would be free"
-_READS = "it chooses what a step reads, and only what a prompt keeps is chosen here"
+_TOKENS = "its steps read single tokens, and vLLM's kernel reads whole blocks"
+_TWO_STAGES = "it plans what steps read by each prompt's length, and one call for all requests of a step takes one plan"
+_NO_BOUNDS = "its steps do not choose by the smallest and largest keys of a block, which is the only index here"
 _TEXT = "it goes by the text's sentences, which a worker does not see"
 REFUSED = {
     "pyramidkv": _LAYERS, "duo_attention": _LAYERS, "mosaickv": _LAYERS, "full": _WHOLE, "a_shape": _WHOLE,
     "tri_shape": _WHOLE,
-    "minference": _WHOLE, "think": _WHOLE, "quest": _READS, "rocketkv": _READS, "rocketkv_mt": _READS, "sparq": _READS,
-    "exact_topk": _READS, "hsa": _READS, "loopserve": _READS, "loopserve_decode": _READS, "loopserve_prefill": _READS,
+    "minference": _WHOLE, "think": _WHOLE, "hsa": _TOKENS, "rocketkv": _TWO_STAGES, "rocketkv_mt": _TWO_STAGES,
+    "sparq": _NO_BOUNDS, "exact_topk": _NO_BOUNDS, "loopserve": _NO_BOUNDS, "loopserve_decode": _NO_BOUNDS,
+    "loopserve_prefill": _NO_BOUNDS,
     "sablock": _TEXT, "sentencekv": _TEXT, "kvzip": "it reads a prompt twice",
     "fastkvzip": "it needs a gate over hidden states",
 }
@@ -48,7 +53,7 @@ class Settings:
     """mode:       of MODES
     method:     of METHODS
     budget:     tokens that each kv_head of each layer keeps of a prompt; rounded up to whole blocks; of the mode
-                `uneven` on average over the kv_heads of a layer
+                `uneven` on average over the kv_heads of a layer; of the mode `read` tokens that a step reads
     chunk:      of the mode `chunked`: tokens of the prompt between two choices
     parameters: the method's own, (name, value) pairs
     profile:    of `tangram`: the share of a prompt that each kv_head keeps, (layers of (kv_heads)); (): `budget` of all
@@ -71,6 +76,11 @@ class Settings:
     def uneven(self):
         """Whether the method gives the heads of a layer unequal numbers."""
         return self.method in UNEVEN
+
+    @property
+    def reads(self):
+        """Whether the method chooses what steps read, and drops nothing."""
+        return self.method in READING
 
     @property
     def observes(self):
@@ -150,7 +160,7 @@ def _profile(value):
 
 
 def _mode_of(settings):
-    return "uneven" if settings.uneven else "compact"
+    return "uneven" if settings.uneven else "read" if settings.reads else "compact"
 
 
 def _figures(value):

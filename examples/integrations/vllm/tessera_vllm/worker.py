@@ -42,6 +42,7 @@ class Requests:
         self.kept = {}        # request id -> uneven.KeptPages
         self.tables = None    # uneven.Tables of the requests that decode together
         self.layers = {}      # layer -> its number
+        self.indices = {}     # layer -> reading.Index, where steps read a part
         self.compactions = 0  # how often a prompt was compacted
         self.batch = None     # steps.Batch of the requests that decode together
 
@@ -111,6 +112,14 @@ class Worker(CPUWorker):
         self.requests = Requests(asked, model)
         active = self
         super().__init__(vllm_config, *args, **kwargs)
+
+    def determine_available_memory(self):
+        available = super().determine_available_memory()
+        if not self.requests.asked.reads:
+            return available
+        # The index has two keys for each block and kv_head, as much as one token's key and value.
+        block = self.requests.operators.model.block
+        return available * block // (block + 1)
 
     def execute_model(self, scheduler_output):
         self.requests.begin_step(scheduler_output)

@@ -42,7 +42,7 @@ def reference(model):
 
 def asking(mode, **more):
     """A server's settings."""
-    return {"mode": mode, "method": "ada_snapkv" if mode == "uneven" else "snapkv", **more}
+    return {"mode": mode, "method": {"uneven": "ada_snapkv", "read": "quest"}.get(mode, "snapkv"), **more}
 
 
 def document(tokenizer, tokens, number, asked=None):

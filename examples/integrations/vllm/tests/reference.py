@@ -2,7 +2,7 @@
 compared with.
 
 It has no blocks that move and no tables: of each layer and kv_head the rows in order, of which a choice keeps some,
-as many of every head or not. With blocks of one token it is what `tessera eval` does: the budget exactly, and every
+as many of every head or not, or of which a token behind the prompt reads some. With blocks of one token it is what `tessera eval` does: the budget exactly, and every
 token of the prompt a candidate.
 """
 import json
@@ -47,6 +47,19 @@ class Reference:
             out.append(torch.einsum("gts,sd->tgd", logits.masked_fill(hidden, float("-inf")).softmax(-1), v[head]))
         return torch.stack(out, 1).reshape(tokens, -1)
 
+    def _read(self, q, k, v, schedule):
+        """The rows that a token reads by Quest's definition, in double: of every block the largest product that a key
+        between its extremes could have, summed over the group. q [1, q_heads, dim]; k and v as in _attend."""
+        q, rows = q.double().view(self.kv_heads, -1, self.dim), []
+        for head in range(self.kv_heads):
+            blocks = k[head].double().split(schedule.block)[:-1]
+            bounds = [torch.maximum(q[head] * keys.amin(0), q[head] * keys.amax(0)).sum() for keys in blocks]
+            best = torch.stack(bounds).topk(schedule.read_blocks - 1).indices
+            chosen = torch.zeros(len(blocks) + 1, dtype=torch.bool).index_fill_(0, best, True)
+            chosen[-1] = True
+            rows.append(chosen.repeat_interleave(schedule.block)[:k[head].size(0)])
+        return [keys[own] for keys, own in zip(k, rows)], [values[own] for values, own in zip(v, rows)]
+
     def _layer(self, store, stored):
         """The first rows of a layer as Tessera's operators take them."""
         from tessera_torch import PagedLayer
@@ -66,7 +79,7 @@ class Reference:
                            statistics=store["statistics"])
         store["scores"] = list(layer.scores[0])
 
-    def _pass(self, ids, start, memory, operations, of_prompt):
+    def _pass(self, ids, start, memory, operations, of_prompt, schedule):
         """Logits of the last of these tokens; rows, positions and what is observed go into memory, by layer."""
         positions = torch.arange(start, start + len(ids))
         x = self.w["embed_tokens.weight"][ids]
@@ -82,7 +95,9 @@ class Reference:
                     store[key][head] = torch.cat([store[key][head], new])
             store["q"] = torch.cat([store["q"], q])[-256:]
             self._observe(store, index, q, start, operations, of_prompt)
-            x = x + self._attend(q, store["k"], store["v"]) @ self.w[name + "self_attn.o_proj.weight"].T
+            reads = schedule.read_blocks and start >= schedule.first_reading(start)
+            rows = self._read(q, store["k"], store["v"], schedule) if reads else (store["k"], store["v"])
+            x = x + self._attend(q, *rows) @ self.w[name + "self_attn.o_proj.weight"].T
             h = self._norm(x, name + "post_attention_layernorm")
             gate, up = h @ self.w[name + "mlp.gate_proj.weight"].T, h @ self.w[name + "mlp.up_proj.weight"].T
             x = x + (torch.nn.functional.silu(gate) * up) @ self.w[name + "mlp.down_proj.weight"].T
@@ -121,7 +136,7 @@ class Reference:
             end = min(schedule.next_compaction(position) or len(prompt), position + 1024, len(prompt)) if of_prompt \
                 else position + 1
             logits = self._pass(prompt[position:end] if of_prompt else generated[-1:], position, memory, operations,
-                                of_prompt)
+                                of_prompt, schedule)
             if schedule.compacts(end):
                 for index, store in enumerate(memory):
                     self._compact(store, index, schedule, end, operations)
@@ -134,8 +149,8 @@ class Reference:
 class ReferenceModel:
     """What Operators ask of a model, of the reference."""
 
-    def __init__(self, reference, path):
-        self.path, self.dtype = path, torch.float32
+    def __init__(self, reference, path, block):
+        self.path, self.dtype, self.block = path, torch.float32, block
         self.layers, self.q_heads, self.kv_heads = reference.layers, reference.q_heads, reference.kv_heads
         self.dim, self.config = reference.dim, transformers.AutoConfig.from_pretrained(path)
 
@@ -144,5 +159,6 @@ class ReferenceModel:
 
 def expected(reference, model, own, prompts, new, block):
     """Tokens of the reference. own: settings.Settings."""
-    known = operators.Operators(own, ReferenceModel(reference, model)).pages()
+    known = operators.Operators(own, ReferenceModel(reference, model, block))
+    known = known.reading(0.0, 0.0, block) if own.reads else known.pages()
     return [reference.generate(prompt, new, plan.schedule_of(own, len(prompt), block), known) for prompt in prompts]

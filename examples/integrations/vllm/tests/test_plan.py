@@ -114,6 +114,19 @@ class Schedules(unittest.TestCase):
             assert schedule.next_compaction(0) is None and schedule.dropped(10 ** 6) == 0
             assert schedule.shared_blocks() is None
 
+    def test_what_steps_read_is_the_budget_in_whole_blocks_and_the_newest_block(self):
+        server = settings.of_server({"tessera": {"mode": "read", "method": "quest", "budget": 60}})
+        for prompt in (1, 31, 95, 96, 97, 1000):
+            schedule = plan.schedule_of(server, prompt, 32)
+            assert schedule.next_compaction(0) is None and schedule.dropped(10 ** 6) == 0
+            assert schedule.longest_hit(prompt) == prompt and schedule.read_blocks == 3
+            first = schedule.first_reading(0)
+            assert first == max(prompt, 96) and schedule.shared_blocks() == first // 32
+            for position in range(prompt, prompt + BEHIND):
+                read = schedule.tokens_read(position)
+                whole = position < first
+                assert read == position + 1 if whole else 64 < read <= 96 and (read - position - 1) % 32 == 0
+
     def test_a_window_always_fits_what_is_kept(self):
         own = settings.for_request(settings.Settings(budget=256), {"tessera": {"budget": 1}})
         assert plan.schedule_of(own, 1000, 16).kept_blocks == 2  # the window's 32 tokens
@@ -121,14 +134,20 @@ class Schedules(unittest.TestCase):
     def test_a_servers_wrong_setting_is_refused_in_a_sentence(self):
         for given, said in [
             ("snapkv", "is 'snapkv'; expected a dict"), ({"modus": "compact"}, "is 'modus'; expected budget, chunk"),
-            ({"mode": "read"}, "mode is 'read'; expected chunked, compact, off, uneven"), ({"mode": 3}, "mode is 3"),
+            ({"mode": "write"}, "mode is 'write'; expected chunked, compact, off, read, uneven"),
+            ({"mode": 3}, "mode is 3"),
+            ({"mode": "read"}, "method is 'snapkv' in the mode 'read'; expected quest; take one of these, or the mode "
+                               "'compact'"),
+            ({"method": "hsa"}, "its steps read single tokens"), ({"method": "sparq"}, "smallest and largest keys"),
+            ({"method": "rocketkv"}, "by each prompt's length"),
             ({"method": "kvzip"}, "method is 'kvzip'; expected ada_snapkv, chunkkv"),
             ({"method": "pyramidkv"}, "gives layers unequal numbers of tokens"),
             ({"method": "ada_snapkv"}, "method is 'ada_snapkv' in the mode 'compact'; expected chunkkv, criticalkv"),
             ({"method": "ada_snapkv"}, "or the mode 'uneven'"),
             ({"mode": "uneven"}, "method is 'snapkv' in the mode 'uneven'; expected ada_snapkv, tangram; take one of "
                                  "these, or the mode 'compact'"),
-            ({"method": "quest"}, "what a step reads"), ({"method": "nonsense"}, "method is 'nonsense'"),
+            ({"method": "quest"}, "method is 'quest' in the mode 'compact'; expected chunkkv, criticalkv"),
+            ({"method": "quest"}, "or the mode 'read'"), ({"method": "nonsense"}, "method is 'nonsense'"),
             ({"method": ["snapkv"]}, "method is ['snapkv']"), ({"method": "a_shape"}, "keeps every token"),
             ({"budget": 0}, "budget is 0; expected a whole number from 1"), ({"budget": 2.5}, "budget is 2.5"),
             ({"budget": True}, "budget is True"), ({"budget": "256"}, "budget is '256'"),
@@ -181,6 +200,7 @@ class Schedules(unittest.TestCase):
         for server, mode, said in [
                 ({"mode": "uneven", "method": "ada_snapkv"}, "compact",
                  "expected uneven or off, as the server has ada_snapkv"),
+                ({"mode": "read", "method": "quest"}, "chunked", "expected read or off, as the server has quest"),
                 ({"method": "keydiff"}, "uneven", "expected compact, chunked or off, as the server has keydiff")]:
             own = settings.of_server({"tessera": server})
             assert settings.for_request(own, {"tessera": {"mode": "off"}}).mode == "off"

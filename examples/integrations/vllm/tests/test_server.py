@@ -75,12 +75,21 @@ def test_an_engine_without_settings_is_vllms_own_also_behind_one_that_had_them(e
 
 
 BUDGET = {"tessera": {"budget": 256}}
+READ = {"mode": "read", "method": "quest"}
 
 
 @pytest.mark.parametrize("options, said", [
     ({**CLASSES, "additional_config": {"tessera": {"method": "kvzip"}}},
      "tessera: method is 'kvzip'; expected ada_snapkv, chunkkv"),
-    ({**CLASSES, "additional_config": {"tessera": {"mode": "read"}}}, "tessera: mode is 'read'; expected"),
+    ({**CLASSES, "additional_config": {"tessera": {"mode": "read"}}}, "tessera: method is 'snapkv' in the mode 'read'"),
+    ({**CLASSES, "additional_config": {"tessera": {**READ, "parameters": {"page": 16}}}},
+     "tessera: page is 16; expected 32, the block of vLLM"),
+    ({**CLASSES, "additional_config": {"tessera": {**READ, "parameters": {"page": 48}}}},
+     "tessera: page is 48; expected 32, the block of vLLM"),
+    ({**CLASSES, "additional_config": {"tessera": {**READ, "parameters": {"newest": 0}}}},
+     "tessera: newest is 0; expected 1 to 32, the block of vLLM"),
+    ({**CLASSES, "additional_config": {"tessera": {**READ, "method": "rocketkv"}}},
+     "tessera: method is 'rocketkv'; expected"),
     ({**CLASSES, "additional_config": {"tessera": {"method": "ada_snapkv"}}},
      "tessera: method is 'ada_snapkv' in the mode 'compact'"),
     ({**CLASSES, "additional_config": {"tessera": {"parameters": {"windw": 3}}}},

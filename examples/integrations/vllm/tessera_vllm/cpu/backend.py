@@ -9,7 +9,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from .. import plan, refusals, settings, worker
 from ..blocks import CompactedSpec
-from . import layout, steps, uneven
+from . import layout, reading, steps, uneven
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +59,18 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
         known = self.worker.rows(common_attn_metadata.num_reqs) if self.worker is not None else None
         if known is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if self.worker.requests.asked.reads:
+            step = reading.Step(self.worker.requests, common_attn_metadata, known, self)
+            metadata = super().build(common_prefix_len, common_attn_metadata.replace(
+                seq_lens=step.lengths, max_seq_len=int(step.lengths.max())), fast_build)
+            metadata.virtual_step = step
+            return metadata
         skipped, observed, kept = self._rows(common_attn_metadata, known)
         if any(skipped):
             common_attn_metadata = self._without(common_attn_metadata, skipped, kept)
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         rows = list(kept.values())
-        metadata.uneven_step = None if not rows else uneven.Step(
+        metadata.virtual_step = None if not rows else uneven.Step(
             rows, self.worker.requests.tables_of(rows, self.block_size), self, alone=len(rows) == len(known))
         metadata.observed_step, metadata.observed_rows = self._observed_step(observed)
         return metadata
@@ -139,11 +145,11 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
         self.requests = worker.active.requests if asked is not None else None
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
-        kept = getattr(attn_metadata, "uneven_step", None)
-        result = output if kept is not None and kept.alone else \
+        virtual = getattr(attn_metadata, "virtual_step", None)
+        result = output if virtual is not None and virtual.alone else \
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        if kept is not None:
-            kept.attend(self.requests.layers[layer.layer_name], layer, self, query, kv_cache, output)
+        if virtual is not None:
+            virtual.attend(self.requests.layers[layer.layer_name], layer, self, query, kv_cache, output)
         step = getattr(attn_metadata, "observed_step", None)
         if step is not None:
             self._observe_step(layer, query, kv_cache, step)
@@ -153,6 +159,9 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
 
     def _operations(self):
         return self.requests.operators.pages(self.scale, float(self.logits_soft_cap))
+
+    def operations_of_reading(self, reads):
+        return self.requests.operators.reading(self.scale, float(self.logits_soft_cap), reads)
 
     def _observe_step(self, layer, query, kv_cache, step):
         requests, operations = self.requests, self._operations()

@@ -1,18 +1,16 @@
 """The mode `uneven`: heads of a layer keep unequal numbers of tokens of a prompt, in whole virtual pages.
 
-A block of a layer is [kv_heads, block, 2 * dim]. It has kv_heads virtual pages, of numbers block * kv_heads + head.
-What a layer keeps of a prompt fits into the virtual pages of the prompt's last kept_blocks full blocks, and a head gets
-as many of these pages as it keeps. The worker alone knows which page belongs to which head. In a step every (request,
-kv_head) is a sequence of one head: it reads the pages that the head has kept, and then its own pages of the blocks
-behind the prompt.
+What a layer keeps of a prompt fits into the virtual pages (virtual.py) of the prompt's last kept_blocks full blocks,
+and a head gets as many of these pages as it keeps. The worker alone knows which page belongs to which head. In a step
+every (request, kv_head) is a sequence of one head: it reads the pages that the head has kept, and then its own pages of
+the blocks behind the prompt.
 """
 import dataclasses
 
 import torch
-from vllm import _custom_ops as ops
-from vllm import envs
 
 from ..operators import package
+from . import virtual
 
 
 def shared_out(blocks, kv_heads, counts):
@@ -115,36 +113,11 @@ class Step:
 
     def __init__(self, rows, tables, builder, alone):
         self.builder, self.alone = builder, alone
-        kv_heads = builder.num_kv_heads
         self.tables, self.lengths = tables.tables, tables.lengths(rows, builder.block_size)
-        counts = torch.tensor([row.tokens for row in rows]).repeat_interleave(kv_heads)
-        self.begins = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-        # Queries of one token each lie as the kernel takes them: [rows, kv_heads, group, dim].
-        first, last = rows[0].begin, rows[-1].begin + rows[-1].tokens
-        self.queries = slice(first * kv_heads, last * kv_heads)
-        if last - first != len(rows):
-            head = torch.arange(kv_heads)[:, None]
-            self.queries = torch.cat([((torch.arange(row.tokens) + row.begin) * kv_heads + head).flatten()
-                                      for row in rows])
+        self.queries = virtual.Queries([(row.begin, row.tokens) for row in rows], builder.num_kv_heads)
 
     def attend(self, index, layer, attention, query, kv_cache, output):
         """attention: backend.Attention. Writes the rows of output [tokens, q_heads, dim]."""
-        builder, heads = self.builder, attention.num_kv_heads
-        group, dim = attention.num_heads // heads, attention.head_size
-        k, v = kv_cache.view(-1, 1, kv_cache.size(2) * 2, dim).chunk(2, dim=2)
-        plan = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=self.lengths.size(1), num_heads=group, num_kv_heads=1, head_dim=dim, seq_lens=self.lengths[index],
-            dtype=builder.dtype, query_start_loc=self.begins, causal=True, sliding_window_size=-1, isa=layer.isa,
-            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV, dynamic_causal=None, kv_cache_dtype=attention.kv_cache_dtype)
-        queries = query.reshape(-1, group, dim)[self.queries]
-        to = output.view(-1, group, dim)
-        direct = isinstance(self.queries, slice)
-        out = to[self.queries] if direct else torch.empty_like(queries)
-        ops.cpu_attention_with_kv_cache(
-            query=queries, key_cache=k, value_cache=v, output=out, query_start_loc=self.begins,
-            seq_lens=self.lengths[index], scale=attention.scale, causal=True, alibi_slopes=None, sliding_window=-1,
-            block_table=self.tables[index], softcap=attention.logits_soft_cap, scheduler_metadata=plan, s_aux=None,
-            dynamic_causal=None, k_scale=layer._k_scale_float, v_scale=layer._v_scale_float,
-            kv_cache_dtype=attention.kv_cache_dtype)
-        if not direct:
-            to[self.queries] = out
+        lengths = self.lengths[index]
+        virtual.attend(attention, layer, self.queries, self.tables[index], lengths,
+                       virtual.launch_plan(self.builder, self.queries.begins, lengths), query, kv_cache, output)
