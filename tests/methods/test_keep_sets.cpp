@@ -31,7 +31,7 @@ settings random_settings(rng& random, const std::string& method) {
   if (made_of.plans || made_of.estimate) {
     chosen.values["max_new"] = random.pick({0, 1, 10, 40, 100});
     chosen.values["page"] = random.pick({0, 0, 1, 2, 5, 16});
-    chosen.values["channels"] = random.pick({0, 0, 1, 20, 64});
+    if (!made_of.rounds) chosen.values["channels"] = random.pick({0, 0, 1, 20, 64});  // of packed rows it is a share
     chosen.values["unit"] = random.between(0, 1);
     if (random.chance(0.4)) chosen.values["split"] = random.pick({0.0, 0.3, 0.5, 1.0});
     // H2O's `recent` and SparQ's have one name: it must suit both. And the window needs room beside `max_new`.
