@@ -2,8 +2,8 @@
 compared with.
 
 It has no blocks that move and no tables: of each layer and kv_head the rows in order, of which a choice keeps some,
-as many of every head or not, or of which a token behind the prompt reads some. With blocks of one token it is what `tessera eval` does: the budget exactly, and every
-token of the prompt a candidate.
+as many of every head or not, or of which a token behind the prompt reads some. With blocks of one token it is what
+`tessera eval` does: the budget exactly, and every token of the prompt a candidate.
 """
 import json
 import pathlib
