@@ -117,12 +117,13 @@ def check_index(ours):
     return full.numel()
 
 
-@pytest.mark.parametrize("options", [{}, {"enable_prefix_caching": True}, {"num_gpu_blocks_override": 80}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"enable_prefix_caching": True}, {"num_gpu_blocks_override": 118}], ids=str)
 def test_every_full_block_is_indexed_by_whoever_fills_it(engine, tokenizer, options):
     texts = [document(tokenizer, length, number)[0] for number, length in enumerate((1000, 1100, 1030, 1060))]
+    new = 200 if "num_gpu_blocks_override" in options else 60
     with engine({**ASKED, "budget": 96}, max_model_len=2048, max_num_batched_tokens=700, **options) as ours:
         for number, text in enumerate(texts + [text[:700] + text[:50] for text in texts]):
-            ours.add(str(number), text, 100 if number % 2 else 40, {"mode": "off"} if number % 3 == 2 else None)
+            ours.add(str(number), text, new, {"mode": "off"} if number % 3 == 2 else None)
             for _ in range(4):
                 ours.step()
         checked = 0
