@@ -52,7 +52,7 @@ def main():
             body["vllm_xargs"] = {"tessera": json.dumps(extra)}
         answers.append(post(asked.port, body))
     lines = [json.loads(line) for line in asked.figures.read_text().splitlines()]
-    print(f"\n{'':34}{'compacted':>16}{'whole':>16}")
+    print(f"\n{'':34}{'tessera':>16}{'whole':>16}")
     begins = [answer["choices"][0]["text"].split("\n")[0].strip() for answer in answers]
     print(f"{'answer begins':34}" + "".join(f"{text:>16}" for text in begins))
     for name, label in (("prompt", "tokens of the prompt"), ("generated", "tokens of the answer"),
