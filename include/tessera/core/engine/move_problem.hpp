@@ -153,7 +153,7 @@ struct pack_problem {
       require(
           a.k == b.k && a.v == b.v && a.outer == 0 && b.outer == 0 && a.token == 0 && b.token == 0 && a.head == b.head,
           "static scales of the two views", "other ones, or some by row", "the same, one for a tensor or for each head",
-          "pack rows where their scale is theirs");
+          "give both views the same arrays of scales");
     }
   }
 };
