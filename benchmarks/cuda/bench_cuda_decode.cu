@@ -18,13 +18,14 @@ struct decode_shape {
 /// Rows that lie one after another.
 template <class E>
 void place_rows(kv_view<const E, head_dim>& view, const decode_shape& s, const index_t*) {
-  view.k_strides = {offset_t(kv_heads) * s.tokens * head_dim, offset_t(s.tokens) * head_dim, head_dim, 1};
+  constexpr offset_t row = kv_view<const E, head_dim>::k_units;
+  view.k_strides = {kv_heads * s.tokens * row, s.tokens * row, row, 1};
 }
 /// Pages of all heads in any order, as an engine's allocator leaves them.
 template <class E>
 void place_rows(kv_view<const E, head_dim, block_table>& view, const decode_shape& s, const index_t* blocks) {
-  const offset_t of_head = s.by_token ? head_dim : offset_t(page) * head_dim;
-  view.k_strides = {offset_t(kv_heads) * page * head_dim, of_head, s.by_token ? kv_heads * head_dim : head_dim, 1};
+  constexpr offset_t row = kv_view<const E, head_dim>::k_units;
+  view.k_strides = {kv_heads * page * row, s.by_token ? row : page * row, s.by_token ? kv_heads * row : row, 1};
   view.table = {blocks, page, s.tokens / page, 0};
 }
 
@@ -37,14 +38,26 @@ __global__ void __launch_bounds__(256) fill_bytes_entry(Byte* to, std::size_t co
   }
 }
 
+/// Groups in the range of normal numbers.
+template <element_block Group>
+__global__ void __launch_bounds__(256) fill_bytes_entry(Group* to, std::size_t count) {
+  for (std::size_t i = blockIdx.x * std::size_t(256) + threadIdx.x; i < count; i += gridDim.x * std::size_t(256)) {
+    unsigned x = unsigned(i) * 2654435761u + unsigned(i >> 32) * 40503u;
+    const float range = 4 + float(x >> 24) / 256;
+    to[i] = Group::of_range(-range / 2, range / 2, true);
+    for (auto& word : to[i].codes) x ^= x >> 16, x *= 0x85ebca6bu, x ^= x >> 13, word = x;
+  }
+}
+
 template <class Table, class E = bf16, cuda::decode_split Split = cuda::decode_split::each_step>
 prepared decode(const decode_shape& s) {
   using view_type = kv_view<const E, head_dim, Table>;
   using stored_type = typename view_type::encoding_type::stored_type;
-  constexpr bool encoded = !view_type::is_raw;
+  constexpr bool encoded = !view_type::is_raw, scaled = view_type::encoding_type::scaled;
+  constexpr int row_units = view_type::k_units;
   std::mt19937 random(17);
   const std::size_t rows = std::size_t(s.sequences) * kv_heads;
-  const std::size_t elements = rows * std::size_t(s.tokens) * head_dim;
+  const std::size_t units = rows * std::size_t(s.tokens) * row_units;
   std::vector<index_t> lengths, blocks(std::size_t(s.sequences) * std::size_t(s.tokens / page));
   for (std::size_t row = 0; row < rows; ++row)
     lengths.push_back(s.lengths.empty() ? s.tokens : s.lengths[row % kv_heads]);
@@ -54,7 +67,7 @@ prepared decode(const decode_shape& s) {
   for (const index_t length : lengths) read += s.chosen ? s.chosen : length;
 
   prepared made;
-  made.bytes = read * 2 * (head_dim * sizeof(stored_type) + (encoded ? sizeof(float) : 0));
+  made.bytes = read * 2 * (row_units * sizeof(stored_type) + (scaled ? sizeof(float) : 0));
   const int sets = input_sets(made.bytes);
   // A selection rotates by itself: other tokens of the same keys and values.
   const int kv_sets = s.chosen ? 1 : sets;
@@ -76,16 +89,16 @@ prepared decode(const decode_shape& s) {
   const auto keep =
       std::make_shared<memory>(lengths, std::vector<index_t>(std::size_t(s.sequences), s.tokens - 1), blocks, indices,
                                std::vector<index_t>(rows, s.chosen), q_rows * head_dim, q_rows, op.workspace_bytes(),
-                               encoded ? elements * 2 * std::size_t(kv_sets) : 0,
-                               std::vector<float>(encoded ? elements / head_dim : 0, 1.0f / 64));
-  const std::size_t pool_elements = elements * 2 * std::size_t(kv_sets);
-  const bf16* q = random_rows(pool_elements + q_rows * head_dim) + pool_elements;
+                               encoded ? units * 2 * std::size_t(kv_sets) : 0,
+                               std::vector<float>(scaled ? units / row_units : 0, 1.0f / 64));
+  const std::size_t pool_units = units * 2 * std::size_t(kv_sets), plain = encoded ? 0 : pool_units;
+  const bf16* q = random_rows(plain + q_rows * head_dim) + plain;
   const stored_type* pool;
   if constexpr (encoded) {
-    fill_bytes_entry<<<2048, 256, 0, stream()>>>(keep->stored.data(), pool_elements);
+    fill_bytes_entry<<<2048, 256, 0, stream()>>>(keep->stored.data(), pool_units);
     pool = keep->stored.data();
   } else {
-    pool = q - pool_elements;
+    pool = q - plain;
   }
   op.prepare(keep->workspace.data(), stream());
   cuda::check(cudaStreamSynchronize(stream()), "cudaStreamSynchronize");
@@ -95,11 +108,11 @@ prepared decode(const decode_shape& s) {
     cuda::decode_problem<view_type> problem;
     place_rows(problem.view, s, keep->blocks.data());
     problem.view.v_strides = problem.view.k_strides;
-    problem.view.k = pool + elements * 2 * std::size_t(i % kv_sets), problem.view.v = problem.view.k + elements;
+    problem.view.k = pool + units * 2 * std::size_t(i % kv_sets), problem.view.v = problem.view.k + units;
     const row_strides& rows_at = problem.view.k_strides;
-    if (encoded) {
-      problem.view.scales = {keep->scales.data(), keep->scales.data(), rows_at.outer / head_dim,
-                             rows_at.head / head_dim, rows_at.token / head_dim};
+    if (scaled) {
+      problem.view.scales = {keep->scales.data(), keep->scales.data(), rows_at.outer / row_units,
+                             rows_at.head / row_units, rows_at.token / row_units};
     }
     problem.view.sequences = s.sequences, problem.view.kv_heads = kv_heads;
     problem.view.lengths = keep->lengths.data(), problem.view.length_strides = {kv_heads, 1};
@@ -144,6 +157,14 @@ const int registered = [] {
       [] { return decode<contiguous, int8_elements<bf16>>({.sequences = 8, .tokens = 131072}); });
   add("decode_int8_paged/B8/128K",
       [] { return decode<block_table, int8_elements<bf16>>({.sequences = 8, .tokens = 131072}); });
+  const decode_shape large{.sequences = 8, .tokens = 131072};
+  add("decode_int4/B8/128K", [=] { return decode<contiguous, grouped_elements<bf16, 4, 64>>(large); });
+  add("decode_int2/B8/128K", [=] { return decode<contiguous, grouped_elements<bf16, 2, 64>>(large); });
+  add("decode_int4_paged/B8/128K", [=] { return decode<block_table, grouped_elements<bf16, 4, 64>>(large); });
+  add("decode_int2_paged/B8/128K", [=] { return decode<block_table, grouped_elements<bf16, 2, 64>>(large); });
+  add("gathered_int4/B16/singles", [] {
+    return decode<contiguous, grouped_elements<bf16, 4, 64>>({.sequences = 16, .tokens = 131072, .chosen = 2048});
+  });
   add("decode_fp8_paged/B8/128K",
       [] { return decode<block_table, fp8_elements<bf16>>({.sequences = 8, .tokens = 131072}); });
   add("gathered_fp8/B16/singles",

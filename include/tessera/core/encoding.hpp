@@ -2,6 +2,7 @@
 #pragma once
 
 #include <concepts>
+#include <initializer_list>
 #include <type_traits>
 
 #include "stored/element_blocks.hpp"
@@ -30,8 +31,8 @@ concept encoding_by_element =
       { E::scale_of(x) } -> std::same_as<float>;
     });
 
-/// Rows of blocks that hold their scales (core/stored/element_blocks.hpp): `stored_type` is a block. Operations on the
-/// CPU read such rows. Where the block is a `made_block`, they write them too; other rows are the engine's.
+/// Rows of blocks that hold their scales (core/stored/element_blocks.hpp): `stored_type` is a block. Operations read such
+/// rows. Where the block is a `made_block`, they write them too; other rows are the engine's.
 template <class E>
 concept encoding_by_block =
     element<typename E::element_type> && element_block<typename E::stored_type> && !bool(E::scaled);
@@ -148,16 +149,6 @@ inline constexpr bool finite_only = requires { requires E::finite_only; };
 
 static_assert(encoding_by_element<raw_elements<fp32>> && encoding_by_element<fp8_elements<bf16>>);
 static_assert(encoding_by_block<block_int8_elements<fp16>> && !encoding_by_element<block_int4_elements<fp16>>);
-
-/// Whether kernels read the rows of a view. A sentence says why not.
-template <class View>
-constexpr bool check_device_rows() {
-  static_assert(
-      !requires { View::encoding_type::stored_type::elements; },
-      "tessera: kernels read rows of single elements; rows of blocks, as block_int8_elements, are for the "
-      "CPU");
-  return true;
-}
 
 /// Whether scales are an engine's constants, which rows are stored by.
 template <class E>

@@ -16,7 +16,6 @@ TESSERA_NAMESPACE_BEGIN
 template <element T, int D, int Dv = D>
 struct int2_rows {
   static constexpr const char* name = "int2_rows";
-  static constexpr bool host_only = true;
   using encoding_type = grouped_elements<T, 2, group_elements(D, Dv)>;
   static constexpr int k_dim = D;
   static constexpr int v_dim = Dv;

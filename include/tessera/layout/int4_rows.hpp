@@ -16,7 +16,6 @@ TESSERA_NAMESPACE_BEGIN
 template <element T, int D, int Dv = D>
 struct int4_rows {
   static constexpr const char* name = "int4_rows";
-  static constexpr bool host_only = true;
   using encoding_type = grouped_elements<T, 4, group_elements(D, Dv)>;
   static constexpr int k_dim = D;
   static constexpr int v_dim = Dv;

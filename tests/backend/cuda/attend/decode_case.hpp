@@ -27,11 +27,12 @@ constexpr index_t page = 16;
 /// Random rows as `E` stores them, of very different sizes where they have scales.
 template <class E>
 std::vector<typename E::stored_type> random_rows(std::size_t rows, int dim, std::vector<float>& scales) {
-  std::vector<typename E::stored_type> stored(rows * std::size_t(dim));
+  const auto units = std::size_t(dim / elements_of_unit<typename E::stored_type>);
+  std::vector<typename E::stored_type> stored(rows * units);
   scales.resize(rows);
   for (std::size_t row = 0; row < rows; ++row) {
     const auto given = normal<float>(std::size_t(dim), E::scaled ? float(draw(1, 8)) / 4 : 1.0f);
-    scales[row] = encode_row<E>(given.data(), dim, stored.data() + row * std::size_t(dim), 1);
+    scales[row] = encode_row<E>(given.data(), dim, stored.data() + row * units, 1);
   }
   return stored;
 }
@@ -45,6 +46,7 @@ struct decode_case {
   using stored_type = typename encoding_type::stored_type;
   using problem_type = cuda::decode_problem<view_type, Out>;
   static constexpr bool paged = std::is_same_v<Table, block_table>;
+  static constexpr int k_units = view_type::k_units, v_units = view_type::v_units;
   // e4m3 is multiplied exactly, any other encoding is rounded to 16 bits first.
   static constexpr float lse_margin = view_type::is_raw || std::is_same_v<stored_type, fp8> ? 0.01f : 0.05f;
 
@@ -132,12 +134,12 @@ struct decode_case {
     const index_t step = paged ? page : capacity;
     if (encoding_type::scaled) view.scales = {key_scales, value_scales, offset_t(s.heads) * step, step, 1};
     if constexpr (paged) {
-      view.k_strides = {offset_t(s.heads) * page * D, offset_t(page) * D, D, 1};
-      view.v_strides = {offset_t(s.heads) * page * Dv, offset_t(page) * Dv, Dv, 1};
+      view.k_strides = {offset_t(s.heads) * page * k_units, offset_t(page) * k_units, k_units, 1};
+      view.v_strides = {offset_t(s.heads) * page * v_units, offset_t(page) * v_units, v_units, 1};
       view.table = {blocks, page, capacity / page, 0};
     } else {
-      view.k_strides = {offset_t(s.heads) * capacity * D, offset_t(capacity) * D, D, 1};
-      view.v_strides = {offset_t(s.heads) * capacity * Dv, offset_t(capacity) * Dv, Dv, 1};
+      view.k_strides = {offset_t(s.heads) * capacity * k_units, offset_t(capacity) * k_units, k_units, 1};
+      view.v_strides = {offset_t(s.heads) * capacity * v_units, offset_t(capacity) * v_units, v_units, 1};
     }
     view.sequences = s.sequences, view.kv_heads = s.heads;
     view.lengths = length, view.length_strides = {s.heads, 1};
@@ -247,7 +249,7 @@ double error_of_spoiled(const decode_shape& s, bool keys, float special, const s
   Case one(s);
   // Full rows: the step's own tokens are the last ones.
   one.set_lengths(std::vector<index_t>(std::size_t(one.rows), one.capacity));
-  const auto dim = index_t(one.v.size() / (std::size_t(one.rows) * std::size_t(one.capacity)));
+  const auto units = index_t(one.v.size() / (std::size_t(one.rows) * std::size_t(one.capacity)));
   for (index_t row = 0; row < one.rows; row += 2) {
     for (const index_t i : back) {
       const auto token = std::size_t(row * one.capacity + one.capacity - i);
@@ -255,8 +257,12 @@ double error_of_spoiled(const decode_shape& s, bool keys, float special, const s
         (keys ? one.k_scales : one.v_scales)[token] = special;
         continue;
       }
-      (keys ? one.k : one.v)[token * std::size_t(dim) + std::size_t(draw(0, dim - 1))] =
-          typename Case::stored_type(special);
+      auto& spoiled = (keys ? one.k : one.v)[token * std::size_t(units) + std::size_t(draw(0, units - 1))];
+      if constexpr (element_block<typename Case::stored_type>) {
+        spoiled.step = fp16(special);
+      } else {
+        spoiled = typename Case::stored_type(special);
+      }
     }
   }
   one.d_k.set(one.k), one.d_v.set(one.v), one.d_k_scales.set(one.k_scales), one.d_v_scales.set(one.v_scales);

@@ -45,6 +45,7 @@ TEST_CASE("GPU prefill attention reads encoded rows") {
       CHECK(error_of_chunk<decode_case<fp8_elements<bf16>, 80>>(s) < 5e-3);
       CHECK(error_of_chunk<decode_case<fp8_elements<fp16>, 256>>(s) < 1e-3);
       CHECK(error_of_chunk<decode_case<int8_elements<bf16>, 128, block_table>>(s) < 5e-3);
+      CHECK(error_of_chunk<decode_case<grouped_elements<bf16, 4, 64>, 128, block_table>>(s) < 5e-3);
     }
   }
 }

@@ -32,22 +32,32 @@ struct stored_rows_case {
       : sequences(b),
         heads(h),
         capacity(n),
-        k_row(D + (odd ? 3 : 0)),
-        v_row(Dv + (odd ? 1 : 0)),
-        k(cells() * std::size_t(k_row), stored(0.0f)),
-        v(cells() * std::size_t(v_row), stored(0.0f)),
+        k_row(view_type::k_units + (odd ? 3 : 0)),
+        v_row(view_type::v_units + (odd ? 1 : 0)),
+        k(cells() * std::size_t(k_row), stored{}),
+        v(cells() * std::size_t(v_row), stored{}),
         d_k(k.size()),
         d_v(v.size()),
         d_k_scales(cells()),
         d_v_scales(cells()),
         d_lengths(std::size_t(b * h)) {
     for (std::size_t row = 0; row < cells(); ++row) {
-      for (int d = 0; d < D; ++d) k[row * std::size_t(k_row) + std::size_t(d)] = stored(element(row, d));
-      for (int d = 0; d < Dv; ++d) v[row * std::size_t(v_row) + std::size_t(d)] = stored(element(row, d));
+      fill(k.data() + row * std::size_t(k_row), D, row, element);
+      fill(v.data() + row * std::size_t(v_row), Dv, row, element);
       k_scales.push_back(float(draw(1, 16)) * 0.125f), v_scales.push_back(float(draw(1, 16)) * 0.125f);
     }
     for (index_t r = 0; r < b * h; ++r) lengths.push_back(r == 1 ? 0 : draw(1, n));
     d_k.set(k), d_v.set(v), d_k_scales.set(k_scales), d_v_scales.set(v_scales), d_lengths.set(lengths);
+  }
+  template <class Element>
+  static void fill(stored* to, int dim, std::size_t row, const Element& element) {
+    if constexpr (element_block<stored>) {
+      std::vector<float> given;
+      for (int d = 0; d < dim; ++d) given.push_back(element(row, d));
+      encode_row<typename view_type::encoding_type>(given.data(), dim, to, 1);
+    } else {
+      for (int d = 0; d < dim; ++d) to[d] = stored(element(row, d));
+    }
   }
   std::size_t cells() const { return std::size_t(sequences) * std::size_t(heads) * std::size_t(capacity); }
   view_type view(bool device) {
@@ -189,6 +199,7 @@ TEST_CASE("keys are compared with their mean as on the CPU, to rounding", "[gpu]
   compare_closely<bf16, 80, 96, key_difference>();
   compare_closely<fp16, 256, 192, key_difference>();
   compare_closely<fp8_elements<bf16>, 128, 64, key_difference>();
+  compare_closely<grouped_elements<bf16, 4, 64>, 128, 64, key_difference>();
 }
 
 TEST_CASE("tokens rank in their partition as on the CPU", "[gpu]") {
@@ -197,4 +208,5 @@ TEST_CASE("tokens rank in their partition as on the CPU", "[gpu]") {
   compare_ranks<fp16, 64, 64>();
   compare_ranks<bf16, 80, 256>();
   compare_ranks<fp16, 256, 256>();
+  compare_ranks<grouped_elements<bf16, 4, 64>, 128, 128>();
 }

@@ -20,13 +20,19 @@ void compare(index_t sequences, index_t heads, index_t group, index_t queries, i
   capacity = ceil_div(capacity, page) * page;
   const index_t rows = sequences * heads, pages = capacity / page;
   const auto given = normal<T>(std::size_t(rows) * std::size_t(capacity) * D);
-  std::vector<stored> encoded(given.size());
+  constexpr int units = D / elements_of_unit<stored>;
+  std::vector<stored> encoded(given.size() / std::size_t(D / units));
   std::vector<T> decoded(given.size());
   std::vector<float> scales(std::size_t(rows) * std::size_t(capacity));
   for (std::size_t r = 0; r < scales.size(); ++r) {
-    scales[r] = encode_row<Encoding>(given.data() + r * D, D, encoded.data() + r * D, 1);
-    if (draw(0, 200) == 0) encoded[r * D + 5] = stored(NAN);
-    for (std::size_t d = r * D; d < (r + 1) * D; ++d) decoded[d] = T(float(encoded[d]) * scales[r]);
+    stored* const row = encoded.data() + r * units;
+    scales[r] = encode_row<Encoding>(given.data() + r * D, D, row, 1);
+    if constexpr (element_block<stored>) {
+      if (draw(0, 200) == 0) row[0].step = fp16(NAN);
+    } else {
+      if (draw(0, 200) == 0) row[5] = stored(NAN);
+    }
+    for (int d = 0; d < D; ++d) decoded[r * D + std::size_t(d)] = T(float(row_elements(row, d)[0]) * scales[r]);
   }
   std::vector<index_t> lengths, blocks, first;
   std::vector<offset_t> begins;
@@ -47,6 +53,7 @@ void compare(index_t sequences, index_t heads, index_t group, index_t queries, i
   const buffer<offset_t> d_begins(begins);
   const std::vector<float> before(std::size_t(rows * capacity), accumulate ? 0.25f : 0.0f);
   const auto run = [&](auto view, auto* k) {
+    constexpr int row = decltype(view)::k_units;
     view.k = k;
     view.sequences = sequences;
     view.kv_heads = heads;
@@ -54,14 +61,14 @@ void compare(index_t sequences, index_t heads, index_t group, index_t queries, i
     view.length_strides = {heads, 1};
     view.scales.k = d_scales.data;
     if constexpr (std::is_same_v<Table, ragged>) {
-      view.k_strides = {0, 0, D, 1};
+      view.k_strides = {0, 0, row, 1};
       view.table = {d_begins.data, heads};
     } else if constexpr (std::is_same_v<Table, block_table>) {
-      view.k_strides = {page * D, 0, D, 1};
+      view.k_strides = {page * row, 0, row, 1};
       view.table = {d_blocks.data, page, offset_t(heads) * pages, pages};
       view.scales.outer = page;
     } else {
-      view.k_strides = {offset_t(heads) * capacity * D, offset_t(capacity) * D, D, 1};
+      view.k_strides = {offset_t(heads) * capacity * row, offset_t(capacity) * row, row, 1};
       view.scales.outer = offset_t(heads) * capacity, view.scales.head = capacity;
     }
     buffer<float> scores(before);
@@ -110,4 +117,6 @@ TEST_CASE("encoded keys score as the decoded ones do, behind every table", "[gpu
   all_scorers<fp8_elements<fp16>, 80, ragged>();
   all_scorers<fp8_elements<bf16>, 256, ragged>();
   all_scorers<int8_elements<bf16>, 128, block_table>();
+  all_scorers<grouped_elements<bf16, 4, 64>, 128, block_table>();
+  all_scorers<grouped_elements<bf16, 2, 64>, 64, ragged>();
 }

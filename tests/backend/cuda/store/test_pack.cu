@@ -14,7 +14,11 @@ std::mt19937 rng(21);
 template <class T>
 std::vector<T> random_elements(std::size_t n) {
   std::vector<T> values(n);
-  for (auto& v : values) v = T(score(int(rng() % 8) ? 0 : 3, rng));
+  if constexpr (element_block<T>) {
+    for (auto& v : values) v = T::encode(random_elements<float>(std::size_t(T::elements)).data());
+  } else {
+    for (auto& v : values) v = T(score(int(rng() % 8) ? 0 : 3, rng));
+  }
   return values;
 }
 
@@ -42,8 +46,8 @@ struct store {
         heads(h),
         capacity((c + page - 1) / page * page),
         odd(odd_),
-        token_k(D + (odd_ ? 3 : 0)),
-        token_v(Dv + (odd_ ? 1 : 0)),
+        token_k(view_type::k_units + (odd_ ? 3 : 0)),
+        token_v(view_type::v_units + (odd_ ? 1 : 0)),
         k(random_elements<T>(cells() * std::size_t(token_k))),
         v(random_elements<T>(cells() * std::size_t(token_v))),
         lengths(std::size_t(s * h)),
@@ -333,4 +337,9 @@ TEST_CASE("the device keeps and appends encoded rows as the CPU does, their scal
   compare_appends<fp8_elements<bf16>, fp16, 256, block_table, 64>();
   compare_packs<int8_elements<bf16>, 128, block_table>();
   compare_appends<int8_elements<bf16>, bf16, 128, block_table>();
+  compare_packs<grouped_elements<bf16, 4, 64>, 128, block_table>();
+  compare_packs<grouped_elements<bf16, 2, 16>, 80, ragged, 96>();
+  compare_appends<grouped_elements<bf16, 4, 64>, bf16, 128, block_table>();
+  compare_appends<grouped_elements<fp16, 4, 80>, float, 80, ragged>();
+  compare_appends<grouped_elements<bf16, 2, 64>, bf16, 192, contiguous, 128>();
 }

@@ -31,7 +31,7 @@ inline void require_aligned(const char* name, const void* data, std::size_t byte
 /// Errors   the first address or stride that is not a multiple of `elements` elements: tessera::error with `name`.
 template <class T>
 void require_aligned_rows(const char* name, const T* data, const row_strides& strides, offset_t elements) {
-  require_aligned(name, data, std::size_t(elements) * sizeof(T));
+  require_aligned(name, data, element_block<T> ? alignof(T) : std::size_t(elements) * sizeof(T));
   for (const offset_t stride : {strides.outer, strides.head, strides.token}) {
     if (stride % elements == 0) continue;
     fail(std::string("stride of ") + name, stride, "a multiple of " + std::to_string(elements) + " elements",
@@ -45,9 +45,14 @@ template <class T>
 void require_aligned_rows(const char* name, const rows_view<T>& rows, offset_t elements) {
   require_aligned_rows(name, rows.data, {rows.sequence_stride, rows.head_stride, rows.token_stride, 1}, elements);
 }
+/// Rows of blocks begin where a block may: kernels read them by word.
 template <class T>
 void require_rows_on_16_bytes(const char* name, const T* data, const row_strides& strides) {
-  require_aligned_rows(name, data, strides, 16 / offset_t(sizeof(T)));
+  if constexpr (element_block<T>) {
+    require_aligned_rows(name, data, strides, 1);
+  } else {
+    require_aligned_rows(name, data, strides, 16 / offset_t(sizeof(T)));
+  }
 }
 template <class T>
 void require_rows_on_16_bytes(const char* name, const rows_view<T>& rows) {

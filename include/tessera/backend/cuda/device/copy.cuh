@@ -63,6 +63,17 @@ __device__ __forceinline__ void copy_async16(std::uint32_t to, const void* from,
                "r"(valid ? 16 : 0), "l"(policy)
                : "memory");
 }
+/// Copies 4, 8 or 16 bytes under that policy; writes zeros when `valid` is false.
+template <int Bytes>
+__device__ __forceinline__ void copy_async(std::uint32_t to, const void* from, bool valid, std::uint64_t policy) {
+  if constexpr (Bytes == 16) {
+    copy_async16(to, from, valid, policy);
+  } else {
+    asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3, %4;" ::"r"(to), "l"(from), "n"(Bytes),
+                 "r"(valid ? Bytes : 0), "l"(policy)
+                 : "memory");
+  }
+}
 /// Prefetches the 128 bytes around `p` into the L2.
 __device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 /// Writes 16 bytes to shared memory, at an address of the kind that asynchronous copies take.

@@ -15,7 +15,6 @@ namespace cuda {
 /// device.
 template <class View>
 struct score_problem {
-  static_assert(check_device_rows<View>());
   using T = typename View::element_type;
   View view;                                ///< values are not read
   rows_view<const T> q;                     ///< [sequences, n_q, q_heads, k_dim], rows of 16-byte alignment
@@ -125,7 +124,15 @@ TESSERA_HD constexpr staged_rows score_rows_staged() {
   return {D / 8, true};
 }
 
-/// Eight neighbouring stored elements, times their row's scale, as eight elements of T.
+/// Eight neighbouring elements of a row of blocks, as eight elements of T.
+template <class T, class Block>
+__device__ uint4 decoded_chunk(const block_elements<Block>& from, float) {
+  std::uint32_t pair[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pair[i] = pack_pair<T>(from[i * 2], from[i * 2 + 1]);
+  return make_uint4(pair[0], pair[1], pair[2], pair[3]);
+}
+/// The same of elements that are stored one by one, times their row's scale.
 template <class T, class Stored>
 __device__ uint4 decoded_chunk(const Stored* from, float scale) {
   struct alignas(sizeof(Stored) == 1 ? 8 : 16) eight {
@@ -155,7 +162,7 @@ __device__ __forceinline__ void stage_keys_at(const View& view, const scored_hea
 #pragma unroll
   for (int i = 0; i < Tokens * chunks / 32; ++i) {
     const int id = i * 32 + lane, token = id / chunks, chunk = id % chunks;
-    const stored* from = reinterpret_cast<const stored*>(__shfl_sync(~0u, row, token)) + chunk * 8;
+    const auto from = row_elements(reinterpret_cast<const stored*>(__shfl_sync(~0u, row, token)), chunk * 8);
     const bool valid = first + token < at.tokens;
     if constexpr (View::is_raw) {
       copy_async16(address_of(token, chunk), from, valid);

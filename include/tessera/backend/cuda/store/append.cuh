@@ -265,6 +265,48 @@ __global__ void __launch_bounds__(append_threads)
   share.advance(p);
 }
 
+/// A lane's eight elements of a row of blocks: its lanes find a block's range together, the first of them writes the
+/// block's ends. All lanes of a warp call it. `row` is where the row goes, `channel` the lane's first element.
+template <class Block, class Chunk>
+__device__ void store_block_part(Block* row, offset_t stride, int channel, bool takes, const Chunk& chunk) {
+  static_assert(
+      requires { &Block::code_bits; },
+      "tessera: the device writes rows of single elements and of code_group; rows of other blocks are the engine's");
+  float low = infinity, high = -infinity;
+  bool finite = true;
+  if (takes) {
+#pragma unroll
+    for (int d = 0; d < append_chunk; ++d) {
+      const float x = chunk.value(d);
+      low = fminf(low, x), high = fmaxf(high, x), finite &= x - x == 0;
+    }
+  }
+  constexpr int lanes = Block::elements / append_chunk;
+  // Blocks need not have a power of two of lanes: every lane looks at all of its block.
+  const int own = int(threadIdx.x) % 32, begin = own - channel / append_chunk % lanes;
+  float least = low, largest = high;
+  bool all = finite;
+#pragma unroll
+  for (int i = 0; i < lanes; ++i) {
+    const int other = (min)(begin + i, 31);
+    least = fminf(least, __shfl_sync(~0u, low, other)), largest = fmaxf(largest, __shfl_sync(~0u, high, other));
+    all &= __shfl_sync(~0u, int(finite), other) != 0;
+  }
+  if (!takes) return;
+  const Block made = Block::of_range(least, largest, all);
+  Block& to = row[channel / Block::elements * stride];
+  const int first = channel % Block::elements;
+  if (first == 0) to.lowest = made.lowest, to.step = made.step;
+  std::uint32_t word = 0;
+#pragma unroll
+  for (int d = 0; d < append_chunk; ++d) word |= made.code_bits(chunk.value(d), d);
+  if constexpr (Block::bits * append_chunk == 32) {
+    to.codes[first / append_chunk] = word;
+  } else {
+    reinterpret_cast<std::uint16_t*>(to.codes)[first / append_chunk] = std::uint16_t(word);
+  }
+}
+
 /// The same for encoded rows. Neighbouring lanes encode a row together, because its scale depends on all of its
 /// elements. The bits equal those of encode_row.
 template <class View, class E>
@@ -304,11 +346,12 @@ __global__ void __launch_bounds__(append_threads)
       }
       scale = row_scale<encoding>(lanes_max<lanes>(largest));
     }
-    if (!mine) continue;
-    if (takes) {
-      const offset_t stride = is_key ? p.view.k_strides.dim : p.view.v_strides.dim;
-      stored* to = (is_key ? p.view.key(share.sequence, head, slot) : p.view.value(share.sequence, head, slot)) +
-                   lane * append_chunk * stride;
+    stored* const row = is_key ? p.view.key(share.sequence, head, slot) : p.view.value(share.sequence, head, slot);
+    const offset_t stride = is_key ? p.view.k_strides.dim : p.view.v_strides.dim;
+    if constexpr (element_block<stored>) {
+      store_block_part(row, stride, lane * append_chunk, takes && mine, chunk);  // all lanes join
+    } else if (takes && mine) {
+      stored* const to = row + lane * append_chunk * stride;
       alignas(16) stored elements[append_chunk];
 #pragma unroll
       for (int d = 0; d < append_chunk; ++d) elements[d] = encode_element<encoding>(chunk.value(d), scale);
@@ -319,6 +362,7 @@ __global__ void __launch_bounds__(append_threads)
         for (int d = 0; d < append_chunk; ++d) to[d * stride] = elements[d];
       }
     }
+    if (!mine) continue;
     if (lane == 0) {
       if constexpr (encoding::scaled && !static_scales<encoding>) {
         const offset_t at = p.view.scales.index(p.view.table.locate(share.sequence, head, slot), head);

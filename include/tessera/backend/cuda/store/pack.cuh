@@ -67,6 +67,31 @@ struct pack_scratch {
   offset_t tiles;
 };
 
+/// How rows move: in chunks of 16 bytes, or element by element where they do not lie side by side.
+template <class Stored>
+struct moved_rows {
+  using unit = Stored;
+  using chunk = uint4;
+  static constexpr bool in_blocks = false;
+  static constexpr int per_chunk = 16 / int(sizeof(Stored));
+  static constexpr int units(int stored) { return stored; }
+  template <class Pointer>
+  __device__ static Pointer begin(Pointer row) {
+    return row;
+  }
+};
+/// Rows of blocks, which lie side by side, in words as long as a block is aligned to.
+template <element_block Block>
+struct moved_rows<Block> {
+  using unit = std::conditional_t<alignof(Block) % 4 == 0, unsigned, unsigned short>;
+  using chunk = unit;
+  static constexpr bool in_blocks = true;
+  static constexpr int per_chunk = 1;
+  static constexpr int units(int blocks) { return blocks * int(sizeof(Block) / sizeof(unit)); }
+  __device__ static const unit* begin(const Block* row) { return reinterpret_cast<const unit*>(row); }
+  __device__ static unit* begin(Block* row) { return reinterpret_cast<unit*>(row); }
+};
+
 /// Gathers tile by tile. A tile is a range of consecutive target slots of one (sequence, head). Where rows go towards
 /// an end, slots are counted from there backwards, which turns moves up into moves down.
 ///
@@ -76,11 +101,12 @@ struct pack_scratch {
 /// out tiles in order. So a tile that another one waits for is already running, on any number of resident blocks.
 template <class From, class To, bool Aligned, bool InPlace>
 struct pack_kernel {
-  static_assert(check_device_rows<From>());
-  using T = typename From::encoding_type::stored_type;  // moved without conversion
+  using rows = moved_rows<typename From::encoding_type::stored_type>;
+  using T = typename rows::unit;  // moved without conversion
+  using chunk_type = typename rows::chunk;
   static constexpr bool scaled = From::encoding_type::scaled && !static_scales<typename From::encoding_type>;
-  static constexpr int D = From::k_dim, Dv = From::v_dim, per_chunk = 16 / int(sizeof(T));
-  static constexpr int k_chunks = D / per_chunk, chunks = k_chunks + Dv / per_chunk;  // 16-byte chunks of a token
+  static constexpr int D = rows::units(From::k_units), Dv = rows::units(From::v_units), per_chunk = rows::per_chunk;
+  static constexpr int k_chunks = D / per_chunk, chunks = k_chunks + Dv / per_chunk;  // of a token
   static constexpr int max_tile = 2048 / chunks;
   static constexpr int tile = max_tile >= 128  ? 128
                               : max_tile >= 64 ? 64
@@ -90,6 +116,7 @@ struct pack_kernel {
   static constexpr int thread_chunks = (tile * chunks + pack_threads - 1) / pack_threads;
   static_assert(tile * chunks <= thread_chunks * pack_threads && thread_chunks <= 8,
                 "tessera: a tile fits the registers of a block");
+  static_assert(D % per_chunk == 0 && Dv % per_chunk == 0);
 
   struct shared {
     const T *from_k[tile], *from_v[tile];
@@ -101,8 +128,10 @@ struct pack_kernel {
     bool moves;
   };
 
-  __device__ static uint4 load(const T* from, offset_t stride) {
-    if constexpr (Aligned) {
+  __device__ static chunk_type load(const T* from, offset_t stride) {
+    if constexpr (rows::in_blocks) {
+      return __ldcg(from);
+    } else if constexpr (Aligned) {
       return __ldcg(reinterpret_cast<const uint4*>(from));  // not from L1, which may hold stale rows
     } else {
       uint4 chunk;
@@ -125,8 +154,10 @@ struct pack_kernel {
       return chunk;
     }
   }
-  __device__ static void store(T* to, offset_t stride, const uint4& chunk) {
-    if constexpr (Aligned) {
+  __device__ static void store(T* to, offset_t stride, const chunk_type& chunk) {
+    if constexpr (rows::in_blocks) {
+      *to = chunk;
+    } else if constexpr (Aligned) {
       *reinterpret_cast<uint4*>(to) = chunk;
     } else {
       const std::uint32_t word[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
@@ -184,10 +215,10 @@ struct pack_kernel {
       float score = 0, k_scale = 1, v_scale = 1;
       if (thread < used) {
         const index_t slot = counted(source_of(first + thread));
-        s.from_k[thread] = p.source.key(b, h, slot);
-        s.from_v[thread] = p.source.value(b, h, slot);
-        s.to_k[thread] = p.target.key(b, h, to);
-        s.to_v[thread] = p.target.value(b, h, to);
+        s.from_k[thread] = rows::begin(p.source.key(b, h, slot));
+        s.from_v[thread] = rows::begin(p.source.value(b, h, slot));
+        s.to_k[thread] = rows::begin(p.target.key(b, h, to));
+        s.to_v[thread] = rows::begin(p.target.value(b, h, to));
         if (p.positions.data) position = p.source.position(b, h, slot);
         if (p.scores.data) score = p.source_scores.entry(b, h, heads, slot);
         if (p.segments.data) segment = p.source_segments.entry(b, h, heads, slot);
@@ -198,7 +229,7 @@ struct pack_kernel {
       __syncthreads();  // also: every thread has read next_ticket
       const bool moves = !InPlace || s.moves;
 
-      uint4 chunk[thread_chunks];
+      chunk_type chunk[thread_chunks];
       if (moves) {
 #pragma unroll
         for (int i = 0; i < thread_chunks; ++i) {
@@ -323,6 +354,15 @@ class pack {
     auto* words = static_cast<unsigned*>(workspace);
     const detail::pack_scratch scratch =
         InPlace ? detail::pack_scratch{words, words + 1, words + 2, words + 4, tiles_} : detail::pack_scratch{};
+    if constexpr (kernel::rows::in_blocks) {
+      const offset_t strides[] = {problem.source.k_strides.dim, problem.source.v_strides.dim,
+                                  problem.target.k_strides.dim, problem.target.v_strides.dim};
+      for (const offset_t stride : strides)
+        require(stride == 1, "dim stride of rows of blocks", stride, "1", "store the blocks of a row side by side");
+      detail::pack_entry<From, To, true, InPlace><<<blocks_, detail::pack_threads, 0, stream>>>(problem, scratch);
+      check(cudaGetLastError(), "pack launch");
+      return;
+    }
     const bool aligned = rows_on_16_bytes(problem.source.k, problem.source.k_strides) &&
                          rows_on_16_bytes(problem.source.v, problem.source.v_strides) &&
                          rows_on_16_bytes(problem.target.k, problem.target.k_strides) &&

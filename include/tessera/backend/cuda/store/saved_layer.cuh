@@ -65,21 +65,30 @@ __device__ __forceinline__ device_sum move_rows(const saving_thread& own, offset
       own, at, offset_t(rows) * Words * 16, [&](offset_t i) { return *word(i); },
       [&](offset_t i, const uint4& moved) { *word(i) = moved; });
 }
-/// The same for `rows` numbers of 4 bytes each; address(row) is where one lies in the cache.
-template <saved_way Way, class Address>
+/// The same for `rows` rows of `Numbers` numbers of 4 bytes each; address(row) is where one begins in the cache.
+template <saved_way Way, int Numbers, class Address>
 __device__ __forceinline__ device_sum move_numbers(const saving_thread& own, offset_t at, index_t rows,
                                                    const Address& address) {
+  const offset_t count = offset_t(rows) * Numbers;
+  const auto number = [&](offset_t i) { return address(index_t(i / Numbers)) + i % Numbers; };
   return move_part<Way, uint2>(
-      own, at, offset_t(rows) * 4,
-      [&](offset_t i) {
-        const index_t row = index_t(2 * i);
-        return uint2{*address(row), row + 1 < rows ? *address(row + 1) : 0u};
-      },
+      own, at, count * 4,
+      [&](offset_t i) { return uint2{*number(2 * i), 2 * i + 1 < count ? *number(2 * i + 1) : 0u}; },
       [&](offset_t i, const uint2& word) {
-        const index_t row = index_t(2 * i);
-        *address(row) = word.x;
-        if (row + 1 < rows) *address(row + 1) = word.y;
+        *number(2 * i) = word.x;
+        if (2 * i + 1 < count) *number(2 * i + 1) = word.y;
       });
+}
+/// The same for `rows` rows of `Bytes` bytes, a multiple of 4.
+template <saved_way Way, int Bytes, class Address>
+__device__ __forceinline__ device_sum move_stored(const saving_thread& own, offset_t at, index_t rows,
+                                                  const Address& address) {
+  if constexpr (Bytes % 16 == 0) {
+    return move_rows<Way, Bytes / 16>(own, at, rows, address);
+  } else {
+    return move_numbers<Way, Bytes / 4>(own, at, rows,
+                                        [&](index_t row) { return reinterpret_cast<std::uint32_t*>(address(row)); });
+  }
 }
 __device__ inline void add_to_sum(device_sum own, device_sum* sum) {
   for (int lanes = 16; lanes > 0; lanes /= 2) own += __shfl_down_sync(0xffffffffu, own, lanes);
@@ -94,18 +103,18 @@ __global__ void __launch_bounds__(saving_threads)
   const index_t head = blockIdx.y;
   const saved_head at = heads[head];
   const saving_thread own{slice, int(blockIdx.x * saving_threads + threadIdx.x), int(gridDim.x * saving_threads)};
-  device_sum sum = move_rows<Way, View::k_dim* int(sizeof(stored)) / 16>(
-      own, at.k, at.rows, [&](index_t row) { return view.key(0, head, row); });
-  sum += move_rows<Way, View::v_dim* int(sizeof(stored)) / 16>(own, at.v, at.rows,
-                                                               [&](index_t row) { return view.value(0, head, row); });
+  constexpr int k_bytes = View::k_units * int(sizeof(stored)), v_bytes = View::v_units * int(sizeof(stored));
+  device_sum sum =
+      move_stored<Way, k_bytes>(own, at.k, at.rows, [&](index_t row) { return view.key(0, head, row); });
+  sum += move_stored<Way, v_bytes>(own, at.v, at.rows, [&](index_t row) { return view.value(0, head, row); });
   if constexpr (View::encoding_type::scaled) {
     const auto scales = [&](float* all) {
       return [&view, head, all](index_t row) {
         return reinterpret_cast<std::uint32_t*>(all + view.scales.index(view.table.locate(0, head, row), head));
       };
     };
-    sum += move_numbers<Way>(own, at.k_scales, at.rows, scales(view.scales.k));
-    sum += move_numbers<Way>(own, at.v_scales, at.rows, scales(view.scales.v));
+    sum += move_numbers<Way, 1>(own, at.k_scales, at.rows, scales(view.scales.k));
+    sum += move_numbers<Way, 1>(own, at.v_scales, at.rows, scales(view.scales.v));
   }
   add_to_sum(sum, slice.sum);
 }
@@ -125,7 +134,7 @@ __global__ void __launch_bounds__(saving_threads)
   for (int c = 0; c < saved_columns; ++c) {
     if (at.columns[c] < 0) continue;
     std::uint32_t* const column = cached.data[c] + cached.begins[head];
-    sum += move_numbers<Way>(own, at.columns[c], at.rows, [&](index_t i) { return column + i; });
+    sum += move_numbers<Way, 1>(own, at.columns[c], at.rows, [&](index_t i) { return column + i; });
   }
   add_to_sum(sum, slice.sum);
 }
@@ -146,8 +155,9 @@ template <class View, class Archive>
 void transfer_layer(const View& view, const detail::cached_columns& columns, const host_vector<index_t>& counts,
                     bool scattered, index_t begin, index_t next, Archive& archive, cudaStream_t stream) {
   using stored = typename View::stored_type;
-  static_assert(View::k_dim * sizeof(stored) % 16 == 0 && View::v_dim * sizeof(stored) % 16 == 0,
-                "tessera: rows that a GPU saves have a multiple of 16 bytes; take head dims that are multiples of 16");
+  constexpr offset_t k_bytes = View::k_units * offset_t(sizeof(stored)), v_bytes = View::v_units * offset_t(sizeof(stored));
+  static_assert(k_bytes % 4 == 0 && v_bytes % 4 == 0,
+                "tessera: rows that a GPU saves have a multiple of 4 bytes; rows of ggml's blocks are the engine's");
   constexpr auto way = Archive::loads ? detail::saved_way::to_cache : detail::saved_way::to_slice;
   host_vector<detail::saved_head> heads;
   offset_t column_bytes = 0, row_bytes = 0;
@@ -165,8 +175,8 @@ void transfer_layer(const View& view, const detail::cached_columns& columns, con
       head.columns[c] = is_saved ? place(column_bytes, 4) : -1;
     }
     constexpr bool scaled = View::encoding_type::scaled;
-    head.k = place(row_bytes, View::k_dim * offset_t(sizeof(stored)));
-    head.v = place(row_bytes, View::v_dim * offset_t(sizeof(stored)));
+    head.k = place(row_bytes, k_bytes);
+    head.v = place(row_bytes, v_bytes);
     head.k_scales = place(row_bytes, scaled ? 4 : 0);
     head.v_scales = place(row_bytes, scaled ? 4 : 0);
     heads.push_back(head);

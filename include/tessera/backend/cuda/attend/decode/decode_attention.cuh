@@ -141,10 +141,20 @@ class decode_attention {
     if constexpr (detail::decode_format<View>::decoded) {
       require(p.view.k_strides.dim == 1 && p.view.v_strides.dim == 1, "dim strides of K and V", "not 1", "1",
               "store the elements of a row side by side");
+    } else if constexpr (detail::decode_format<View>::groups) {
+      require_chunks("K", p.view.k, p.view.k_strides, detail::decode_format<View>::k_rows.chunk_bytes);
+      require_chunks("V", p.view.v, p.view.v_strides, detail::decode_format<View>::v_rows.chunk_bytes);
     } else {
       require_rows_on_16_bytes("K", p.view.k, p.view.k_strides);
       require_rows_on_16_bytes("V", p.view.v, p.view.v_strides);
     }
+  }
+
+  /// A row of groups is copied in chunks of so many bytes.
+  template <class Group>
+  static void require_chunks(const char* name, const Group* data, const row_strides& strides, int chunk_bytes) {
+    require_aligned(name, data, std::size_t(chunk_bytes));
+    require_aligned_rows(name, data, strides, chunk_bytes / 4);
   }
 
   static void check_rows(const problem_type& p) {

@@ -65,7 +65,7 @@ inline constexpr int segment_sum_threads = 256;
 
 template <class View>
 __device__ __forceinline__ float key_channel(const View& view, index_t b, index_t h, index_t slot, int d) {
-  const float stored = float(view.key(b, h, slot)[d * view.k_strides.dim]);
+  const float stored = float(row_elements(view.key(b, h, slot), d, view.k_strides.dim)[0]);
   if constexpr (View::encoding_type::scaled) return stored * view.key_scale(b, h, slot);
   return stored;
 }

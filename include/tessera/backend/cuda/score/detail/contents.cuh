@@ -20,7 +20,9 @@ inline constexpr int contents_threads = 256, contents_chunk = 8;
 /// Keys or values of a view, read by neighbouring lanes: together they read a row, eight channels each.
 template <class View, bool Keys, int Threads = contents_threads>
 struct stored_chunks {
-  using stored = typename View::encoding_type::stored_type;
+  using unit = typename View::encoding_type::stored_type;
+  static constexpr bool in_blocks = element_block<unit>;
+  using stored = std::conditional_t<in_blocks, float, unit>;  // what a lane holds of an element
   static constexpr int dim = Keys ? View::k_dim : View::v_dim, chunks = dim / contents_chunk;
   static constexpr int lanes = chunks <= 8 ? 8 : chunks <= 16 ? 16 : 32, rows = Threads / lanes;
   static constexpr int at_once = sizeof(stored) == 4 ? 2 : 4;  // rows that a lane has in flight
@@ -41,8 +43,11 @@ struct stored_chunks {
       return;
     }
     const offset_t stride = Keys ? view.k_strides.dim : view.v_strides.dim;
-    const stored* from = (Keys ? view.key(b, h, slot) : view.value(b, h, slot)) + lane * contents_chunk * stride;
-    if (aligned) {
+    const auto from = row_elements(Keys ? view.key(b, h, slot) : view.value(b, h, slot), lane * contents_chunk, stride);
+    if constexpr (in_blocks) {
+#pragma unroll
+      for (int d = 0; d < contents_chunk; ++d) to.element[d] = from[d];
+    } else if (aligned) {
       if constexpr (sizeof(stored) == 1) {
         *reinterpret_cast<uint2*>(to.element) = __ldg(reinterpret_cast<const uint2*>(from));
       } else {

@@ -193,7 +193,8 @@ class partition_rows {
   __device__ static int lane() { return int(threadIdx.x) % chunks::lanes; }
   __device__ static int group() { return int(threadIdx.x) / chunks::lanes; }
 
-  static constexpr bool side_by_side = std::is_same_v<std::remove_cvref_t<decltype(View::table)>, contiguous>;
+  static constexpr bool side_by_side =
+      !chunks::in_blocks && std::is_same_v<std::remove_cvref_t<decltype(View::table)>, contiguous>;
 
  private:
   __device__ static const stored* origin(const View& view, index_t b, index_t h) {
@@ -208,14 +209,16 @@ class partition_rows {
     return staged_chunks_[(partition % lagged_ahead * at_once + u) * lagged_threads];
   }
   __device__ void bring_row(index_t from, staged_chunk& to) const {
-    if (!aligned_) {
-      raw chunk;
-      chunks::fetch(view_, b_, h_, from, false, lane(), true, chunk);
-#pragma unroll
-      for (int d = 0; d < contents_chunk; ++d) to.element[d] = chunk.element[d];
-      return;
+    if constexpr (!chunks::in_blocks) {
+      if (aligned_) {
+        copy_row((Keys ? view_.key(b_, h_, from) : view_.value(b_, h_, from)) + lane() * contents_chunk, to);
+        return;
+      }
     }
-    copy_row((Keys ? view_.key(b_, h_, from) : view_.value(b_, h_, from)) + lane() * contents_chunk, to);
+    raw chunk;
+    chunks::fetch(view_, b_, h_, from, false, lane(), true, chunk);
+#pragma unroll
+    for (int d = 0; d < contents_chunk; ++d) to.element[d] = chunk.element[d];
   }
   __device__ static void copy_row(const stored* row, staged_chunk& to) {
     constexpr int step = sizeof(staged_chunk) < 16 ? 4 : 16;

@@ -49,7 +49,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
         pages_(index_t((rows + page_rows() - 1) / page_rows())),
         counted_(pages_),
         entry_pages_(std::size_t(layers) * std::size_t(sequences)),
-        rows_(std::size_t(pages_ * page_rows()) * (Layout::k_dim + Layout::v_dim)),
+        rows_(std::size_t(pages_ * page_rows()) * (view_type::k_units + view_type::v_units)),
         scales_(encoding_type::scaled ? std::size_t(2 * pages_ * page_rows()) : 0),
         tables_(entry_pages_.size() * std::size_t(widest_)),
         firsts_(1, sequences, 1) {
@@ -140,10 +140,10 @@ class placed_rows<Layout, fixed_pages<Page>> {
   static constexpr int k_dim = Layout::k_dim, v_dim = Layout::v_dim;
   /// Bytes of a page's keys and values. Keys of all pages lie from `memory` on, and behind them all values.
   static constexpr offset_t k_page_bytes(offset_t kv_heads) {
-    return Page * kv_heads * k_dim * offset_t(sizeof(stored_type));
+    return Page * kv_heads * view_type::k_units * offset_t(sizeof(stored_type));
   }
   static constexpr offset_t v_page_bytes(offset_t kv_heads) {
-    return Page * kv_heads * v_dim * offset_t(sizeof(stored_type));
+    return Page * kv_heads * view_type::v_units * offset_t(sizeof(stored_type));
   }
   std::byte* memory() const { return reinterpret_cast<std::byte*>(rows_.data()); }
   index_t pages() const { return pages_; }
@@ -166,7 +166,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
  private:
   offset_t page_rows() const { return offset_t(Page) * heads_; }
   stored_type* keys() const { return rows_.data(); }
-  stored_type* values() const { return rows_.data() + pages_ * page_rows() * Layout::k_dim; }
+  stored_type* values() const { return rows_.data() + pages_ * page_rows() * view_type::k_units; }
   void require_free(offset_t more, offset_t available) const {
     if (more <= available) return;
     fail("pages of the cache", std::to_string(more) + " more",
@@ -216,8 +216,8 @@ class placed_rows<Layout, fixed_pages<Page>> {
     view_type view;
     view.k = keys();
     view.v = values();
-    view.k_strides = {page_rows() * Layout::k_dim, Layout::k_dim, offset_t(heads_) * Layout::k_dim, 1};
-    view.v_strides = {page_rows() * Layout::v_dim, Layout::v_dim, offset_t(heads_) * Layout::v_dim, 1};
+    view.k_strides = {page_rows() * view_type::k_units, view_type::k_units, offset_t(heads_) * view_type::k_units, 1};
+    view.v_strides = {page_rows() * view_type::v_units, view_type::v_units, offset_t(heads_) * view_type::v_units, 1};
     view.sequences = batch;
     view.kv_heads = heads_;
     view.table = {firsts, tables_.data() + offset_t(layer) * sequences_ * widest_, Page, 1};

@@ -61,8 +61,8 @@ class placed_rows<Layout, ragged_pages> {
         wanted_(std::size_t(sequences) * std::size_t(groups_.count())),
         written_(wanted_.size()),
         needs_(std::size_t(sequences)),
-        k_(std::size_t(offset_t(pages_) * page_rows()) * Layout::k_dim),
-        v_(std::size_t(offset_t(pages_) * page_rows()) * Layout::v_dim),
+        k_(std::size_t(offset_t(pages_) * page_rows()) * view_type::k_units),
+        v_(std::size_t(offset_t(pages_) * page_rows()) * view_type::v_units),
         scales_(encoding_type::scaled ? std::size_t(2 * offset_t(pages_) * page_rows()) : 0),
         tables_(capacity_.size() * std::size_t(widest_)),
         firsts_(1, sequences, kv_heads) {
@@ -355,8 +355,8 @@ class placed_rows<Layout, ragged_pages> {
     view_type view;
     view.k = k_.data();
     view.v = v_.data();
-    view.k_strides = {offset_t(page_) * Layout::k_dim, 0, Layout::k_dim, 1};
-    view.v_strides = {offset_t(page_) * Layout::v_dim, 0, Layout::v_dim, 1};
+    view.k_strides = {offset_t(page_) * view_type::k_units, 0, view_type::k_units, 1};
+    view.v_strides = {offset_t(page_) * view_type::v_units, 0, view_type::v_units, 1};
     view.sequences = batch;
     view.kv_heads = heads_;
     view.table = {firsts, tables_.data() + offset_t(layer) * sequences_ * heads_ * widest_, page_, heads_};

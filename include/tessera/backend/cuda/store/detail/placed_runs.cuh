@@ -57,7 +57,8 @@ class page_copies {
     const auto plane_of = [&](auto* data, offset_t elements) {
       return plane{reinterpret_cast<std::byte*>(data), index_t(rows * elements * offset_t(sizeof(*data)))};
     };
-    list.planes[0] = plane_of(k, Layout::k_dim), list.planes[1] = plane_of(v, Layout::v_dim);
+    constexpr int unit = elements_of_unit<Stored>;
+    list.planes[0] = plane_of(k, Layout::k_dim / unit), list.planes[1] = plane_of(v, Layout::v_dim / unit);
     if constexpr (scaled) list.planes[2] = plane_of(scales, 1), list.planes[3] = plane_of(scales + pages * rows, 1);
     for (std::size_t first = 0; first < pages_.size(); first += detail::copies_at_a_time) {
       detail::some_copies some;
@@ -111,8 +112,10 @@ namespace detail {
 template <class Layout>
 host_vector<index_t> planes_of() {
   using encoding = typename Layout::encoding_type;
-  host_vector<index_t> bytes{index_t(Layout::k_dim * sizeof(typename encoding::stored_type)),
-                             index_t(Layout::v_dim * sizeof(typename encoding::stored_type))};
+  using stored = typename encoding::stored_type;
+  constexpr int unit = elements_of_unit<stored>;
+  host_vector<index_t> bytes{index_t(Layout::k_dim / unit * sizeof(stored)),
+                             index_t(Layout::v_dim / unit * sizeof(stored))};
   if (encoding::scaled) bytes.insert(bytes.end(), 2, index_t(sizeof(float)));
   return bytes;
 }
@@ -209,8 +212,8 @@ class placed_rows<Layout, runs> {
     view_type view;
     view.k = pool_.template plane_data<stored_type>(0);
     view.v = pool_.template plane_data<stored_type>(1);
-    view.k_strides = {0, 0, Layout::k_dim, 1};
-    view.v_strides = {0, 0, Layout::v_dim, 1};
+    view.k_strides = {0, 0, view_type::k_units, 1};
+    view.v_strides = {0, 0, view_type::v_units, 1};
     view.sequences = batch;
     view.kv_heads = heads_;
     view.table = {begins, heads_};

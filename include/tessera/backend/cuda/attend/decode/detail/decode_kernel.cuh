@@ -7,7 +7,7 @@
 #include "../../../device/warp.cuh"
 #include "decode_plan.cuh"
 #include "decode_staging.cuh"
-#include "decode_state.cuh"
+#include "decode_state_groups.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -274,7 +274,7 @@ struct decode_kernel : decode_merge<View, Out> {
   using typename base::merge_shares, typename base::segment;
   using T = typename View::element_type;
   using staging_type = decode_staging<View>;
-  using state_type = std::conditional_t<decode_format<View>::bytes, decode_state_bytes<View>, decode_state<View>>;
+  using state_type = typename decode_state_of<View>::type;
   using queries_type = typename state_type::queries;
   static constexpr int D = View::k_dim, stages = base::config::stages;
 

@@ -24,17 +24,50 @@ namespace detail {
 
 inline constexpr int rows_per_block = 16;  // query rows of a matrix product
 
-/// How a view's rows lie in shared memory: plain rows, fp8 and int8 as they are stored, bytes followed by their scales.
-/// Rows of any other encoding are decoded.
+/// Rows that lie in shared memory as they do in device memory, side by side.
+struct staged_words {
+  int row_bytes, chunk_bytes, chunks;
+  TESSERA_HD constexpr explicit staged_words(int of_row)
+      : row_bytes(of_row),
+        chunk_bytes(of_row % 16 == 0 ? 16 : of_row % 8 == 0 ? 8 : 4),
+        chunks(of_row / chunk_bytes) {}
+  TESSERA_HD constexpr int bytes() const { return row_bytes; }
+  TESSERA_HD constexpr std::uint32_t offset(int row, int chunk) const {
+    return std::uint32_t(row * row_bytes + chunk * chunk_bytes);
+  }
+};
+
+/// Whether the kernel reads the codes of a row's groups.
+template <class Stored>
+inline constexpr bool reads_codes = false;
+template <int Bits>
+inline constexpr bool reads_codes<code_group<Bits, 64>> = true;
+
+/// How rows of `dim` elements lie in shared memory, if those of other encodings take `element_bytes` an element there.
+template <class Stored>
+TESSERA_HD constexpr auto staged_rows_of(int dim, int element_bytes) {
+  if constexpr (reads_codes<Stored>) {
+    return staged_words(dim / 64 * int(sizeof(Stored)));
+  } else {
+    return staged_rows{dim * element_bytes / 16};
+  }
+}
+
+/// How a view's rows lie in shared memory: plain rows, fp8 and int8 as they are stored, bytes followed by their scales,
+/// groups of 64 as they are stored. Rows of any other encoding are decoded.
 template <class View>
 struct decode_format {
   using encoding_type = typename View::encoding_type;
   using stored_type = typename encoding_type::stored_type;
   static constexpr bool bytes = std::is_same_v<stored_type, fp8> || std::is_same_v<stored_type, int8>;
-  static constexpr bool decoded = !View::is_raw && !bytes, scaled = bytes && encoding_type::scaled;
+  static constexpr bool groups = reads_codes<stored_type>;
+  static constexpr bool decoded = !View::is_raw && !bytes && !groups, scaled = bytes && encoding_type::scaled;
   static constexpr int element_bytes = bytes ? 1 : 2;
-  static constexpr staged_rows k_rows{View::k_dim * element_bytes / 16}, v_rows{View::v_dim * element_bytes / 16};
-  static constexpr int row_bytes = (View::k_dim + View::v_dim) * element_bytes;  // K and V, without padding
+  static constexpr auto k_rows = staged_rows_of<stored_type>(View::k_dim, element_bytes);
+  static constexpr auto v_rows = staged_rows_of<stored_type>(View::v_dim, element_bytes);
+  /// Of K and V, without padding.
+  static constexpr int row_bytes =
+      groups ? k_rows.bytes() + v_rows.bytes() : (View::k_dim + View::v_dim) * element_bytes;
   static constexpr int token_bytes = k_rows.bytes() + v_rows.bytes() + (scaled ? 2 * int(sizeof(float)) : 0);
 };
 

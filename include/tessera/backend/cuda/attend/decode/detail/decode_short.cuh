@@ -59,13 +59,13 @@ struct decode_short : decode_kernel<View, Out> {
   }
   /// Prefetches a slot's key and value; lanes of one token share the work.
   __device__ void prefetch_row(const decode_row& at, index_t slot) const {
-    using format = decode_format<View>;
+    constexpr int unit_bytes = int(sizeof(typename View::stored_type));
     if (slot == no_index) return;
     const auto ask = [](const auto* row, int bytes) {
       for (int i = 0; i < bytes; i += 128) prefetch_line(reinterpret_cast<const unsigned char*>(row) + i);
     };
-    if (tokens == 32 || lane < tokens) ask(p.view.key(at.sequence, at.head, slot), View::k_dim * format::element_bytes);
-    if (tokens == 32 || lane >= tokens) ask(p.view.value(at.sequence, at.head, slot), Dv * format::element_bytes);
+    if (tokens == 32 || lane < tokens) ask(p.view.key(at.sequence, at.head, slot), View::k_units * unit_bytes);
+    if (tokens == 32 || lane >= tokens) ask(p.view.value(at.sequence, at.head, slot), View::v_units * unit_bytes);
   }
 
   /// `shift`: log2 of the number of blocks in the cluster. The caller has already called `begin` of the counter.

@@ -29,7 +29,7 @@ struct decode_staging {
   using config = decode_config<View>;
   static constexpr int tokens = config::tokens, stages = config::stages;
   static constexpr int chunk_elements = 16 / format::element_bytes;
-  static constexpr staged_rows k_rows = format::k_rows, v_rows = format::v_rows;
+  static constexpr auto k_rows = format::k_rows, v_rows = format::v_rows;
   static constexpr bool scaled = View::encoding_type::scaled;
   static constexpr bool strided = strided_table<decltype(View::table)>;
 
@@ -292,28 +292,52 @@ struct decode_staging {
                                         to_v + h * half * v_rows.bytes(), lane);
     }
   }
+  /// What copy_chunk takes of a row.
+  template <auto Rows>
+  __device__ static auto chunk_of(stored_type* row, int chunk) {
+    if constexpr (format::groups) {
+      return reinterpret_cast<const unsigned char*>(row) + chunk * Rows.chunk_bytes;
+    } else {
+      return row_elements(row, chunk * chunk_elements);
+    }
+  }
   /// Copies a chunk of a row: asynchronously, or decoded at once if it is encoded. Writes zeros if it is not valid.
-  __device__ void copy_chunk(std::uint32_t to, stored_type* from, bool valid, float scale) const {
-    if constexpr (format::decoded) {
+  template <auto Rows, class Elements>
+  __device__ void copy_chunk(std::uint32_t to, const Elements& from, bool valid, float scale) const {
+    if constexpr (format::groups) {
+      copy_async<Rows.chunk_bytes>(to, from, valid, policy);
+    } else if constexpr (format::decoded) {
       store_decoded<T>(to, from, valid, scale);
     } else {
       copy_async16(to, from, valid, policy);
     }
   }
   /// Copies rows `stride` apart. Writes zeros from row `valid` on, unless the tile is full.
-  template <staged_rows Rows, bool Full, int Count = tokens>
+  template <auto Rows, bool Full, int Count = tokens>
   __device__ void copy_strided(stored_type* rows, offset_t stride, const float* scales, offset_t scale_stride,
                                index_t valid, std::uint32_t to, int lane) const {
-    const auto copy_one = [&](int token, int chunk, stored_type* from) {
+    if constexpr (format::groups) {
+      constexpr int all = Count * Rows.bytes() / 16;
+      const auto* const from = reinterpret_cast<const unsigned char*>(rows);
+      if (Full && stride * offset_t(sizeof(stored_type)) == Rows.bytes() && on_16_bytes(from)) {
+#pragma unroll
+        for (int i = 0; i < (all + 31) / 32; ++i) {
+          const int id = i * 32 + lane;
+          if (all % 32 == 0 || id < all) copy_async16(to + id * 16, from + id * 16, true, policy);
+        }
+        return;
+      }
+    }
+    const auto copy_one = [&](int token, int chunk, const auto& from) {
       const bool there = Full || token < valid;
       float scale = 1;
       if constexpr (format::decoded && scaled) scale = there ? scales[token * scale_stride] : 0.0f;
-      copy_chunk(to + Rows.offset(token, chunk), from, there, scale);
+      copy_chunk<Rows>(to + Rows.offset(token, chunk), from, there, scale);
     };
-    if constexpr (32 % Rows.chunks == 0) {
+    if constexpr (!format::groups && 32 % Rows.chunks == 0) {
       constexpr int at_once = 32 / Rows.chunks;
       const int chunk = lane % Rows.chunks, mine = lane / Rows.chunks;
-      stored_type* from = rows + mine * stride + chunk * chunk_elements;
+      auto from = row_elements(rows + mine * stride, chunk * chunk_elements);
 #pragma unroll
       for (int i = 0; i < Count / at_once; ++i) {
         copy_one(i * at_once + mine, chunk, from);
@@ -324,22 +348,22 @@ struct decode_staging {
       for (int i = 0; i < (Count * Rows.chunks + 31) / 32; ++i) {
         const int id = i * 32 + lane, token = id / Rows.chunks, chunk = id % Rows.chunks;
         if (Count * Rows.chunks % 32 == 0 || token < Count)
-          copy_one(token, chunk, rows + token * stride + chunk * chunk_elements);
+          copy_one(token, chunk, chunk_of<Rows>(rows + token * stride, chunk));
       }
     }
   }
   /// `mine` is the row of the tile's token lane - lane_of, `scale` its scale.
-  template <staged_rows Rows>
+  template <auto Rows>
   __device__ void copy_found(stored_type* mine, float scale, int lane_of, index_t valid, std::uint32_t to,
                              int lane) const {
 #pragma unroll
-    for (int i = 0; i < tokens * Rows.chunks / 32; ++i) {
-      const int id = i * 32 + lane, token = id / Rows.chunks, chunk = id % Rows.chunks, from = lane_of + token;
+    for (int i = 0; i < (tokens * Rows.chunks + 31) / 32; ++i) {
+      const int id = (min)(i * 32 + lane, tokens * Rows.chunks - 1), token = id / Rows.chunks, chunk = id % Rows.chunks, from = lane_of + token;
       const auto row = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), from);
       float of_token = 1;
       if constexpr (format::decoded && scaled) of_token = __shfl_sync(~0u, scale, from);
-      copy_chunk(to + Rows.offset(token, chunk), reinterpret_cast<stored_type*>(row) + chunk * chunk_elements,
-                 token < valid, of_token);
+      copy_chunk<Rows>(to + Rows.offset(token, chunk), chunk_of<Rows>(reinterpret_cast<stored_type*>(row), chunk),
+                       token < valid, of_token);
     }
   }
 };

@@ -119,7 +119,7 @@ struct prefill_rows {
       const float of_row = __shfl_sync(~0u, scale, r);
       const bool valid = __shfl_sync(~0u, int(row_valid), r);
       if (copies % 32 == 0 || id < copies) {
-        store_decoded<T>(to(r, chunk), reinterpret_cast<const Stored*>(from) + chunk * 8, valid, of_row);
+        store_decoded<T>(to(r, chunk), row_elements(reinterpret_cast<const Stored*>(from), chunk * 8), valid, of_row);
       }
     }
   }

@@ -131,7 +131,7 @@ struct line_logits {
       const index_t slot = first + r, row = first_row + r;
       const std::uint32_t to = std::uint32_t(r * row_bytes + chunk * 16);
       const bool has_key = slot < stored, has_query = row < rows;
-      const auto* key = view.key(0, kv_head, has_key ? slot : 0) + chunk * 8;
+      const auto key = row_elements(view.key(0, kv_head, has_key ? slot : 0), chunk * 8);
       if constexpr (View::is_raw) {
         copy_async16(keys + to, key, has_key);
       } else {
@@ -194,7 +194,7 @@ struct line_logits {
     }
   }
 
-  static __device__ void store_key(std::uint32_t to, const auto* from, bool valid, float scale) {
+  static __device__ void store_key(std::uint32_t to, const auto& from, bool valid, float scale) {
     std::uint32_t pairs[4] = {};
     if (valid) {
 #pragma unroll

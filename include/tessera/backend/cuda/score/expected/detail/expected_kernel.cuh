@@ -176,16 +176,16 @@ struct expected_hopper_kernel {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const index_t slot = (min)(first + half * 8 + lane / 4, at.tokens - 1);
-        const auto* row = view.key(at.sequence, at.head, slot) + lane % 4 * 8;
+        const auto* row = view.key(at.sequence, at.head, slot);
         [[maybe_unused]] float scale = 1;
         if constexpr (!View::is_raw) scale = view.key_scale(at.sequence, at.head, slot);
 #pragma unroll
         for (int c = 0; c < D / 32; ++c) {
           uint4 chunk;
           if constexpr (View::is_raw) {
-            chunk = __ldg(reinterpret_cast<const uint4*>(row + c * 32));
+            chunk = __ldg(reinterpret_cast<const uint4*>(row + lane % 4 * 8 + c * 32));
           } else {
-            chunk = decoded_chunk<T>(row + c * 32, scale);
+            chunk = decoded_chunk<T>(row_elements(row, lane % 4 * 8 + c * 32), scale);
           }
           words[c * 2][half] = chunk.x, words[c * 2][half + 2] = chunk.y;
           words[c * 2 + 1][half] = chunk.z, words[c * 2 + 1][half + 2] = chunk.w;
