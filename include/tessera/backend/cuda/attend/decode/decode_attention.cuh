@@ -48,7 +48,7 @@ class decode_attention {
     require_head_counts(q_heads, kv_heads);
     require(rows_ <= detail::max_rows, "sequences * kv_heads", rows_, "at most " + std::to_string(detail::max_rows),
             "split the batch");
-    query_blocks_ = ceil_div(tokens * (q_heads / kv_heads), detail::rows_per_block);
+    query_blocks_ = ceil_div(tokens * (q_heads / kv_heads), detail::rows_per_block<View>);
     const decode_tuning tuning = decode_tuning_for<View>(entry_.architecture());
     threads_ = tuning.warps * 32;
     shared_bytes_ = detail::decode_shared_bytes<View>(tuning);
@@ -68,7 +68,7 @@ class decode_attention {
     check_problem(problem);
     if (problem.view.sequences == 0 || problem.q.tokens == 0) return;
     watch_order(problem.view, stream);
-    const index_t query_blocks = ceil_div(problem.q.tokens * (q_heads_ / kv_heads_), detail::rows_per_block);
+    const index_t query_blocks = ceil_div(problem.q.tokens * (q_heads_ / kv_heads_), detail::rows_per_block<View>);
     if constexpr (Split == decode_split::each_step) {
       const index_t rows = problem.view.sequences * kv_heads_;
       const offset_t stride = problem.chosen.indices ? problem.chosen.row_stride : 0;
@@ -114,7 +114,7 @@ class decode_attention {
   struct memory : workspace_cut {
     const decode_attention& op;
     memory(const decode_attention& owner, void* begin) : workspace_cut(begin), op(owner) {}
-    const std::size_t rows = std::size_t(op.query_blocks_) * std::size_t(op.slots_of_block()) * detail::rows_per_block;
+    const std::size_t rows = std::size_t(op.query_blocks_) * std::size_t(op.slots_of_block()) * detail::rows_per_block<View>;
     unsigned* arrived = array<unsigned>(std::size_t(op.query_blocks_ * op.rows_));
     detail::split_piece* pieces =
         array<detail::split_piece>(Split == decode_split::ahead ? std::size_t(op.blocks_) : 0);

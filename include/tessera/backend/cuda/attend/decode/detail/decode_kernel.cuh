@@ -78,10 +78,10 @@ struct decode_merge : decode_block<View, Out> {
     return reinterpret_cast<float*>(memory + w * warp_bytes<View>(base::config::tuning));
   }
   __device__ float2* states_of(int w) const {
-    return reinterpret_cast<float2*>(outs_of(w) + rows_per_block * merge_pitch(Dv));
+    return reinterpret_cast<float2*>(outs_of(w) + rows_per_block<View> * merge_pitch(Dv));
   }
   __device__ offset_t slot_of(index_t piece, index_t row) const {
-    return (offset_t(blockIdx.y) * scratch.slots + piece + row) * rows_per_block;
+    return (offset_t(blockIdx.y) * scratch.slots + piece + row) * rows_per_block<View>;
   }
 
   /// Some merged parts of a query row: their maximum (base 2), their sum, and four outputs.
@@ -200,13 +200,13 @@ struct decode_merge : decode_block<View, Out> {
   /// at once.
   template <int AtOnce>
   __device__ void sum_parts(offset_t base, int d, index_t begin, index_t end, float& top, float& sum, float4& x) const {
-    const float2* states = scratch.state + base + begin * rows_per_block;
-    const float* outs = scratch.out + (base + begin * rows_per_block) * Dv + d;
+    const float2* states = scratch.state + base + begin * rows_per_block<View>;
+    const float* outs = scratch.out + (base + begin * rows_per_block<View>) * Dv + d;
 #pragma unroll 1
     for (; begin < end; begin += 32) {
       const index_t here = (min)(index_t(32), end - begin);
       // Each lane holds the state of one part.
-      const float2 state = lane < here ? __ldcg(states + lane * rows_per_block) : make_float2(-infinity, 0);
+      const float2 state = lane < here ? __ldcg(states + lane * rows_per_block<View>) : make_float2(-infinity, 0);
       float factor = 0;
 #pragma unroll 1
       for (index_t done = 0; done < here; done += AtOnce) {
@@ -214,7 +214,7 @@ struct decode_merge : decode_block<View, Out> {
 #pragma unroll
         for (int part = 0; part < AtOnce; ++part) {
           if (part >= here - done) continue;
-          y[part] = __ldcg(reinterpret_cast<const float4*>(outs + (done + part) * rows_per_block * Dv));
+          y[part] = __ldcg(reinterpret_cast<const float4*>(outs + (done + part) * rows_per_block<View> * Dv));
         }
         if (done == 0) {
           const softmax_rise rise(top, lanes_max<32>(state.x));
@@ -237,8 +237,8 @@ struct decode_merge : decode_block<View, Out> {
           }
         }
       }
-      states += 32 * rows_per_block;
-      outs += 32 * rows_per_block * Dv;
+      states += 32 * rows_per_block<View>;
+      outs += 32 * rows_per_block<View> * Dv;
     }
   }
   static constexpr int groups = (Dv / 4 + 31) / 32;  // groups of 32 lanes; a lane has four output dims
@@ -283,7 +283,7 @@ struct decode_kernel : decode_merge<View, Out> {
   /// barrier for the queries alone gained nothing, and cost 0.8 us with paged tables (H200, CUDA 13.0, B1 8K).
   __device__ void load_queries(const decode_row& at, queries_type& asked) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < rows_per_block<View> / 8; ++half) {
       const index_t r = first_query + lane / 4 + half * 8;
       const bool valid = r < query_rows;
       const index_t token = small_quotient(r, group);
@@ -325,8 +325,8 @@ struct decode_kernel : decode_merge<View, Out> {
           mine = position_of(of.source, first + lane % tokens);
           visible = all_visible({ends_at.step, __shfl_sync(~0u, mine, 0), __shfl_sync(~0u, mine, held - 1)});
         }
-        const auto logit_of = [&](int i, int half, float product) {
-          const index_t r = first_query + lane / 4 + half * 8, position = __shfl_sync(~0u, mine, i);
+        const auto logit_of = [&](int i, int row, float product) {
+          const index_t r = first_query + row, position = __shfl_sync(~0u, mine, i);
           const index_t query_position = ends_at.step + (r < query_rows ? small_quotient(r, group) : 0);
           const bool seen = visible || p.rule.visible(query_position, position);
           return seen && i < held ? quick_cap(p.rule, product * scale) * log2e : -infinity;

@@ -22,7 +22,6 @@ struct decode_tuning {
 
 namespace detail {
 
-inline constexpr int rows_per_block = 16;  // query rows of a matrix product
 
 /// Rows that lie in shared memory as they do in device memory, side by side.
 struct staged_words {
@@ -71,6 +70,11 @@ struct decode_format {
   static constexpr int token_bytes = k_rows.bytes() + v_rows.bytes() + (scaled ? 2 * int(sizeof(float)) : 0);
 };
 
+/// Query rows that a block reads a tile for: those of its matrix products. Codes are the left side of a product, plain
+/// rows and bytes the right side.
+template <class View>
+inline constexpr int rows_per_block = decode_format<View>::groups ? 8 : 16;
+
 template <class View>
 TESSERA_HD constexpr int stage_bytes(const decode_tuning& tuning) {
   return tuning.tokens * decode_format<View>::token_bytes;
@@ -81,7 +85,7 @@ TESSERA_HD constexpr int merge_pitch(int v_dim) { return v_dim + 8; }
 template <class View>
 TESSERA_HD constexpr int warp_bytes(const decode_tuning& tuning) {
   const int ring = tuning.stages * stage_bytes<View>(tuning);
-  const int merge = rows_per_block * (merge_pitch(View::v_dim) * 4 + 8);
+  const int merge = rows_per_block<View> * (merge_pitch(View::v_dim) * 4 + 8);
   return ((ring > merge ? ring : merge) + 127) / 128 * 128;
 }
 template <class View>
@@ -100,7 +104,8 @@ inline constexpr int compiled_capability = 90;
 }  // namespace detail
 
 /// Tuned on sm_90 (H200, CUDA 13.0). The other values follow from the architecture's shared memory and have not been
-/// timed.
+/// timed. Rows of groups are bound by instructions: two blocks of 4 warps take 354 us for codes of 4 (B8 128K), one of
+/// 8 warps 380, one of 16 warps 447, because it spills.
 template <class View>
 TESSERA_HD constexpr decode_tuning decode_tuning_for(int compute_capability) {
   // Bytes that rings may take on one multiprocessor. The rest holds 4 KiB of row ends, as much of a merge's shares, and
@@ -109,9 +114,11 @@ TESSERA_HD constexpr decode_tuning decode_tuning_for(int compute_capability) {
   const int shared = (small_chip ? 89 : compute_capability < 89 ? 152 : 212) * 1024;
   decode_tuning tuning;
   tuning.tokens = detail::decode_format<View>::row_bytes <= 256 ? 32 : 16;
-  for (tuning.warps = 8; tuning.warps > 1; tuning.warps /= 2) {
-    for (tuning.stages = 4; tuning.stages > (tuning.warps == 8 ? 2 : 1); --tuning.stages) {
-      if (detail::decode_shared_bytes<View>(tuning) <= shared) return tuning;
+  tuning.blocks = detail::decode_format<View>::groups ? 2 : 1;
+  const int warps = 8 / tuning.blocks;
+  for (tuning.warps = warps; tuning.warps > 1; tuning.warps /= 2) {
+    for (tuning.stages = 4; tuning.stages > (tuning.warps == warps ? 2 : 1); --tuning.stages) {
+      if (detail::decode_shared_bytes<View>(tuning) * tuning.blocks <= shared - (tuning.blocks - 1) * 10240) return tuning;
     }
   }
   return tuning;
@@ -203,8 +210,8 @@ struct decode_block {
     rows = p.view.sequences * p.view.kv_heads;
     group = p.q.heads / p.view.kv_heads;
     query_rows = p.q.tokens * group;
-    first_query = index_t(blockIdx.y) * rows_per_block;
-    used = int((min)(index_t(rows_per_block), query_rows - first_query));
+    first_query = index_t(blockIdx.y) * rows_per_block<View>;
+    used = int((min)(index_t(rows_per_block<View>), query_rows - first_query));
     warp = threadIdx.x / 32;
     lane = threadIdx.x % 32;
   }

@@ -28,8 +28,8 @@ struct decode_short : decode_kernel<View, Out> {
 
   /// The parts that a block receives from all blocks of its cluster.
   struct memory_type {
-    float4 outs[rows_per_block * fours + max_of_cluster];  // of its share, block by block
-    float2 states[max_of_cluster][rows_per_block];
+    float4 outs[rows_per_block<View> * fours + max_of_cluster];  // of its share, block by block
+    float2 states[max_of_cluster][rows_per_block<View>];
     arrivals counter;
   };
 

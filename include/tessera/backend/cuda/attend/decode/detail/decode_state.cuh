@@ -102,8 +102,8 @@ struct decode_state : decode_softmax<View::v_dim, decode_config<View>::tokens> {
     }
   };
 
-  /// Reads the tile of `tokens` tokens at `shared`. `logit_of(token, half, product)` gives the logit, in base 2, of
-  /// query row lane / 4 + 8 * half; with `plain` that is product * scale2. `masked`: some row must not see some of
+  /// Reads the tile of `tokens` tokens at `shared`. `logit_of(token, row, product)` gives the logit, in base 2, of a
+  /// query row of the block; with `plain` that is product * scale2. `masked`: some row must not see some of
   /// them. All lanes call it together.
   template <class LogitOf>
   __device__ void read(const queries& asked, std::uint32_t shared, bool plain, bool masked, float scale2,
@@ -120,7 +120,7 @@ struct decode_state : decode_softmax<View::v_dim, decode_config<View>::tokens> {
 #pragma unroll
       for (int n = 0; n < tokens / 8; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] = logit_of(n * 8 + lane % 4 * 2 + i % 2, i / 2, s[n][i]);
+        for (int i = 0; i < 4; ++i) s[n][i] = logit_of(n * 8 + lane % 4 * 2 + i % 2, lane / 4 + i / 2 * 8, s[n][i]);
       }
     }
     base::weigh(s);
@@ -306,7 +306,7 @@ struct decode_state_bytes : decode_softmax<View::v_dim, decode_config<View>::tok
 #pragma unroll
       for (int n = 0; n < tokens / 8; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] = logit_of(n * 8 + lane % 4 * 2 + i % 2, i / 2, s[n][i]);
+        for (int i = 0; i < 4; ++i) s[n][i] = logit_of(n * 8 + lane % 4 * 2 + i % 2, lane / 4 + i / 2 * 8, s[n][i]);
       }
     }
     base::weigh(s);

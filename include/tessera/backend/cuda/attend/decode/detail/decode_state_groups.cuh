@@ -7,66 +7,64 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Pairs of neighbouring halves' codes, as fp16: pair i has code i of the low half of `word`, and code i of the high
-/// half. Exact: fp16 of 1024 + code * 2^shift, with the code's bits in the mantissa, less 1024, times 2^-shift.
+/// By how many bits the i-th pair's codes are higher than its halves' lowest bit.
 template <int Bits>
-__device__ __forceinline__ void decode_codes(std::uint32_t word, std::uint32_t (&pairs)[16 / Bits]) {
+TESSERA_HD constexpr int code_shift(int i) {
+  return i * Bits % 8;
+}
+/// Codes of a word as pairs of fp16: pair i has code i of the low half, and code i of the high half. The bits of a code
+/// are those of a subnormal number: code * 2^(code_shift - 24), exactly. Whoever multiplies them makes up for the power.
+template <int Bits>
+__device__ __forceinline__ void pair_codes(std::uint32_t word, std::uint32_t (&pairs)[16 / Bits]) {
   constexpr std::uint32_t mask = (1u << Bits) - 1;
   const std::uint32_t upper = word >> 8;
 #pragma unroll
-  for (int i = 0; i < 16 / Bits; ++i) {
-    const int shift = i * Bits % 8;
-    const std::uint32_t biased = ((i * Bits < 8 ? word : upper) & ((mask | mask << 16) << shift)) | 0x64006400u;
-    const __half2 above = reinterpret_cast<const __half2&>(biased);
-    const __half2 codes = shift == 0
-                              ? __hsub2(above, __float2half2_rn(1024.0f))
-                              : __hfma2(above, __float2half2_rn(1.0f / float(1 << shift)),
-                                        __float2half2_rn(-1024.0f / float(1 << shift)));
-    pairs[i] = reinterpret_cast<const std::uint32_t&>(codes);
-  }
+  for (int i = 0; i < 16 / Bits; ++i)
+    pairs[i] = (i * Bits < 8 ? word : upper) & ((mask | mask << 16) << code_shift<Bits>(i));
 }
 
 /// The state of one warp, which reads tiles of groups of 64 elements: lowest + step * code. With keys, codes are
-/// multiplied by queries, and the lane that has a token's logit adds lowest times the sum of the query's group. With
-/// values, codes are multiplied by weights times steps, and one more product of weights and lowest numbers is added to
-/// all of a group's channels.
+/// multiplied by queries, and lowest times the sum of the query's group is added. With values, codes are multiplied by
+/// weights times steps, and the sum of weights times lowest is added to all of a group's channels.
 ///
-/// Keys: a lane takes a word of a token at a time. Queries are loaded in the order in which decode_codes gives its
-/// codes. Values: a lane takes eight channels of two neighbouring tokens, which are column lane / 4 of eight products.
+/// Codes are the left side of products, and queries and weights the right side: eight query rows take half of the
+/// registers and products that sixteen would. A lane has logits of tokens lane / 4 and lane / 4 + 8 of sixteen, and of
+/// rows 2 (lane % 4) and the next one. Keys: a lane takes a word of each of its tokens, and queries are loaded in the
+/// order in which pair_codes gives its codes. Values: a lane takes eight neighbouring channels of two neighbouring
+/// tokens, which are rows lane / 4 and lane / 4 + 8 of four products.
 template <class View>
-struct decode_state_groups : decode_softmax<View::v_dim + 8, decode_config<View>::tokens> {
+struct decode_state_groups {
   using format = decode_format<View>;
   using T = typename View::element_type;
   using group = std::remove_const_t<typename format::stored_type>;
   static constexpr int D = View::k_dim, Dv = View::v_dim, tokens = decode_config<View>::tokens, bits = group::bits;
   static constexpr int k_row = format::k_rows.bytes(), v_row = format::v_rows.bytes(), bytes = int(sizeof(group));
   static constexpr int of_word = group::of_word, words = 64 / of_word / 4;  // of a key's group that a lane takes
-  static constexpr int k_groups = D / 64, v_groups = Dv / 64;
-  using base = decode_softmax<Dv + 8, tokens>;
-  using base::out, base::max, base::sum;  // the last eight columns of `out`: sums of weights times lowest, by group
+  static constexpr int k_groups = D / 64, v_groups = Dv / 64, sixteens = tokens / 16;
 
+  float out[Dv / 16][4] = {};             // four products a group: of two channels by two rows
+  float lowest[v_groups][2] = {};         // weights times lowest, of the lane's tokens
+  float max[2] = {-infinity, -infinity};  // of the lane's rows, base 2
+  float sum[2] = {};                      // of the lane's tokens
   /// Weights times steps, and so outputs, are divided by this power of two, at least the largest step so far.
   float unit = 0, inverse_unit = 0;
 
   struct queries {
-    std::uint32_t q[D / 16][4];  // fp16
-    float factor[2];             // that row lane / 4 + 8 * half has been divided by
-    float sums[2][k_groups];     // of the row's elements in a group, divided alike
+    std::uint32_t q[D / 16][2];  // fp16, of row lane / 4
+    float factor[2];             // of the products of the lane's rows and codes
+    float sums[2][k_groups];     // of the elements of the lane's rows in a group, divided by that factor
 
-    __device__ void load(int half, const T* from, int lane) {
+    /// Row lane / 4 lies at `from`; null: zeros.
+    __device__ void load(int, const T* from, int lane) {
       std::uint32_t pairs[D / 32][4];  // elements of the lane's words
 #pragma unroll
-      for (int w = 0; w < k_groups * words; ++w) {
-        const T* const at = from + w / words * 64 + (w % words * 4 + lane % 4) * of_word;
-#pragma unroll
-        for (int part = 0; part < of_word / 8; ++part) {
-          const uint4 eight = from ? *reinterpret_cast<const uint4*>(at + part * 8) : uint4{};
-          const int i = w * of_word / 8 + part;
-          pairs[i][0] = eight.x, pairs[i][1] = eight.y, pairs[i][2] = eight.z, pairs[i][3] = eight.w;
-        }
+      for (int i = 0; i < D / 32; ++i) {
+        const int w = i * 8 / of_word, part = i * 8 % of_word;
+        const T* const at = from + w / words * 64 + (w % words * 4 + lane % 4) * of_word + part;
+        const uint4 eight = from ? *reinterpret_cast<const uint4*>(at) : uint4{};
+        pairs[i][0] = eight.x, pairs[i][1] = eight.y, pairs[i][2] = eight.z, pairs[i][3] = eight.w;
       }
-      float up = 1;
-      factor[half] = 1;
+      float up = 1, down = 1;
       if constexpr (std::is_same_v<T, bf16>) {
         // fp16 has more digits than bf16 but a shorter range: the row is scaled so that its largest element is near
         // 2^8.
@@ -79,73 +77,90 @@ struct decode_state_groups : decode_softmax<View::v_dim + 8, decode_config<View>
         largest = umax(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = umax(largest, __shfl_xor_sync(~0u, largest, 2));
         const std::uint32_t exponent = umin(262u - (largest >> 23), 253u);
-        up = __uint_as_float(exponent << 23);
-        factor[half] = __uint_as_float((254u - exponent) << 23);
+        up = __uint_as_float(exponent << 23), down = __uint_as_float((254u - exponent) << 23);
       }
       const auto element = [&](int i) {
         const std::uint32_t two = pairs[i / 8][i / 2 % 4];
-        return float(bits_as<T>(static_cast<std::uint16_t>(i % 2 ? two >> 16 : two))) * up;
+        const float x = float(bits_as<T>(static_cast<std::uint16_t>(i % 2 ? two >> 16 : two))) * up;
+        return std::is_same_v<T, fp16> ? x : float(fp16(x));
       };
-#pragma unroll
-      for (int g = 0; g < k_groups; ++g) sums[half][g] = 0;
+      float own[k_groups] = {};
 #pragma unroll
       for (int w = 0; w < k_groups * words; ++w) {
 #pragma unroll
         for (int i = 0; i < of_word / 2; ++i) {  // pair i: codes i and i + of_word / 2
           const float first = element(w * of_word + i), second = element(w * of_word + i + of_word / 2);
-          q[w * (of_word / 4) + i / 2][i % 2 * 2 + half] = pack_pair<fp16>(first, second);
-          sums[half][w / words] += rounded(first) + rounded(second);
+          constexpr float of_shift[] = {1.0f, 1.0f / 4, 1.0f / 16, 1.0f / 64};
+          const float by = of_shift[code_shift<bits>(i) / 2];
+          q[w * (of_word / 4) + i / 2][i % 2] = pack_pair<fp16>(first * by, second * by);
+          own[w / words] += first + second;
         }
       }
 #pragma unroll
-      for (int g = 0; g < k_groups; ++g) sums[half][g] = lanes_sum<4>(sums[half][g]);
+      for (int j = 0; j < 2; ++j) {
+        const int owner = (lane % 4 * 2 + j) * 4;
+        factor[j] = __shfl_sync(~0u, down, owner) * 0x1p24f;
+#pragma unroll
+        for (int g = 0; g < k_groups; ++g) {
+          if (j == 0) own[g] = lanes_sum<4>(own[g]);
+          sums[j][g] = __shfl_sync(~0u, own[g], owner) * 0x1p-24f;
+        }
+      }
     }
-    __device__ static float rounded(float x) { return std::is_same_v<T, fp16> ? x : float(fp16(x)); }
   };
 
   /// As decode_state's.
   template <class LogitOf>
   __device__ void read(const queries& asked, std::uint32_t shared, bool plain, bool masked, float scale2,
                        const LogitOf& logit_of, int lane) {
-    const std::uint32_t values = shared + std::uint32_t(tokens * k_row);
-    float s[tokens / 8][4] = {};
-#pragma unroll
-    for (int g = 0; g < k_groups; ++g) multiply_group(asked, g, shared + std::uint32_t(g * bytes), s, lane);
+    float s[sixteens][4];  // rows 0 and 1 of the lane's first token, and of its second one
+    multiply_keys(asked, shared, s, lane);
     const float factors[2] = {asked.factor[0] * (plain ? scale2 : 1.0f), asked.factor[1] * (plain ? scale2 : 1.0f)};
 #pragma unroll
-    for (int n = 0; n < tokens / 8; ++n) {
+    for (int m = 0; m < sixteens; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] *= factors[i / 2];
+      for (int i = 0; i < 4; ++i) s[m][i] *= factors[i % 2];
     }
     if (!plain) {
 #pragma unroll
-      for (int n = 0; n < tokens / 8; ++n) {
+      for (int m = 0; m < sixteens; ++m) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] = logit_of(n * 8 + lane % 4 * 2 + i % 2, i / 2, s[n][i]);
+        for (int i = 0; i < 4; ++i)
+          s[m][i] = logit_of(m * 16 + i / 2 * 8 + lane / 4, lane % 4 * 2 + i % 2, s[m][i]);
       }
     }
-    base::weigh(s);
-    multiply_values(s, values, masked, lane);
+    weigh(s);
+    multiply_values(s, shared + std::uint32_t(tokens * k_row), masked, lane);
+  }
+
+  /// Adds the lanes' shares of every row's sums.
+  __device__ void close() {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      sum[j] = across(sum[j], [](float a, float b) { return a + b; });
+#pragma unroll
+      for (int g = 0; g < v_groups; ++g) lowest[g][j] = across(lowest[g][j], [](float a, float b) { return a + b; });
+    }
   }
 
   /// As decode_state's.
   __device__ void store(float* outs, float2* states, int used, int lane) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int r = lane / 4 + half * 8;
+    for (int j = 0; j < 2; ++j) {
+      const int r = lane % 4 * 2 + j;
+      if (r >= used) continue;
 #pragma unroll
-      for (int g = 0; g < v_groups; ++g) {
-        // Lane g / 2 of the four has the group's sum of lowest numbers.
-        const float lowest = __shfl_sync(~0u, out[Dv / 8][half * 2 + g % 2], lane / 4 * 4 + g / 2);
-        if (r >= used) continue;
+      for (int i = 0; i < Dv / 16; i += 2) {
+        float four[4];  // channels 2 i to 2 i + 3 of the lane's eight
 #pragma unroll
-        for (int i = 0; i < 16; i += 4) {
-          const auto at = [&](int c) { return fmaf(out[g * 8 + c % 8][half * 2 + c / 8], unit, lowest); };
-          *reinterpret_cast<float4*>(outs + r * merge_pitch(Dv) + g * 64 + lane % 4 * 16 + i) =
-              make_float4(at(i), at(i + 1), at(i + 2), at(i + 3));
+        for (int c = 0; c < 4; ++c) {
+          const float by = 0x1p24f / float(1 << code_shift<bits>((i * 2 + c) % 8 % (16 / bits)));
+          four[c] = fmaf(out[i + c / 2][c % 2 * 2 + j] * by, unit, lowest[i / 4][j]);
         }
+        *reinterpret_cast<float4*>(outs + r * merge_pitch(Dv) + i / 4 * 64 + lane / 4 * 8 + i % 4 * 2) =
+            make_float4(four[0], four[1], four[2], four[3]);
       }
-      if (r < used && lane % 4 == 0) states[r] = make_float2(max[half], sum[half]);
+      if (lane / 4 == 0) states[r] = make_float2(max[j], sum[j]);
     }
   }
 
@@ -157,61 +172,156 @@ struct decode_state_groups : decode_softmax<View::v_dim + 8, decode_config<View>
   }
   /// A group's lowest number and its step.
   __device__ static float2 ends_of(std::uint32_t word) { return __half22float2(reinterpret_cast<const __half2&>(word)); }
+  /// Joins what the lanes of a row have.
+  template <class Join>
+  __device__ static float across(float x, const Join& join) {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) x = join(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+  }
 
-  /// Adds the products of the queries and the tile's keys in one group. Loads come first, and then products of
-  /// independent tokens side by side: neither waits for the one before it.
-  __device__ static void multiply_group(const queries& asked, int g, std::uint32_t keys, float (&s)[tokens / 8][4],
-                                        int lane) {
-    std::uint32_t codes[tokens / 8][words], ends[tokens / 8][2];
+  /// Products of the tile's keys and the queries. Loads come first, and then products of independent tokens and groups
+  /// side by side: neither waits for the one before it.
+  __device__ static void multiply_keys(const queries& asked, std::uint32_t keys, float (&s)[sixteens][4], int lane) {
+    std::uint32_t codes[sixteens][2][k_groups][words], ends[sixteens][2][k_groups];
 #pragma unroll
-    for (int n = 0; n < tokens / 8; ++n) {
-      const std::uint32_t at = keys + std::uint32_t(n * 8 * k_row);
+    for (int m = 0; m < sixteens; ++m) {
 #pragma unroll
-      for (int w = 0; w < words; ++w)
-        codes[n][w] = word_at(at + std::uint32_t(lane / 4 * k_row + 4 + w * 16 + lane % 4 * 4));
+      for (int half = 0; half < 2; ++half) {
+        const std::uint32_t at = keys + std::uint32_t((m * 16 + half * 8 + lane / 4) * k_row);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) ends[n][i] = word_at(at + std::uint32_t((lane % 4 * 2 + i) * k_row));
+        for (int g = 0; g < k_groups; ++g) {
+          ends[m][half][g] = word_at(at + std::uint32_t(g * bytes));
+#pragma unroll
+          for (int w = 0; w < words; ++w)
+            codes[m][half][g][w] = word_at(at + std::uint32_t(g * bytes + 4 + w * 16 + lane % 4 * 4));
+        }
+      }
     }
-    float part[tokens / 8][4] = {};
+    float part[sixteens][k_groups][4] = {};
 #pragma unroll
     for (int w = 0; w < words; ++w) {
-      std::uint32_t pairs[tokens / 8][16 / bits];
 #pragma unroll
-      for (int n = 0; n < tokens / 8; ++n) decode_codes<bits>(codes[n][w], pairs[n]);
+      for (int m = 0; m < sixteens; ++m) {
 #pragma unroll
-      for (int i = 0; i < 8 / bits; ++i) {
+        for (int g = 0; g < k_groups; ++g) {
+          std::uint32_t pairs[2][16 / bits];
 #pragma unroll
-        for (int n = 0; n < tokens / 8; ++n)
-          multiply<fp16>(part[n], asked.q[(g * words + w) * (of_word / 4) + i], pairs[n][i * 2], pairs[n][i * 2 + 1]);
+          for (int half = 0; half < 2; ++half) pair_codes<bits>(codes[m][half][g][w], pairs[half]);
+#pragma unroll
+          for (int i = 0; i < 8 / bits; ++i) {
+            const std::uint32_t left[4] = {pairs[0][i * 2], pairs[1][i * 2], pairs[0][i * 2 + 1], pairs[1][i * 2 + 1]};
+            const std::uint32_t(&right)[2] = asked.q[(g * words + w) * (of_word / 4) + i];
+            multiply<fp16>(part[m][g], left, right[0], right[1]);
+          }
+        }
       }
     }
 #pragma unroll
-    for (int n = 0; n < tokens / 8; ++n) {
+    for (int m = 0; m < sixteens; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 own = ends_of(ends[n][i % 2]);
-        s[n][i] = fmaf(own.y, part[n][i], fmaf(own.x, asked.sums[i / 2][g], s[n][i]));
+      for (int i = 0; i < 4; ++i) s[m][i] = 0;
+#pragma unroll
+      for (int g = 0; g < k_groups; ++g) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 own = ends_of(ends[m][half][g]);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int i = half * 2 + j;
+            s[m][i] = fmaf(own.y, part[m][g][i], fmaf(own.x, asked.sums[j][g], s[m][i]));
+          }
+        }
       }
+    }
+  }
+
+  /// Turns a tile's logits into weights, and rescales sums and outputs to the new maximum.
+  __device__ void weigh(float (&s)[sixteens][4]) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float top = max[j];
+#pragma unroll
+      for (int m = 0; m < sixteens; ++m) top = fmaxf(top, fmaxf(s[m][j], s[m][2 + j]));
+      top = across(top, [](float a, float b) { return fmaxf(a, b); });
+      const float reference = softmax_reference(top);
+      const float shrink = power_of_two(max[j] - reference);  // 2^-inf = 0: nothing seen so far
+      float more = 0;
+#pragma unroll
+      for (int m = 0; m < sixteens; ++m) {
+#pragma unroll
+        for (int i = j; i < 4; i += 2) {
+          s[m][i] = power_of_two(s[m][i] - reference);
+          more += s[m][i];
+        }
+      }
+      sum[j] = sum[j] * shrink + more;
+      if (top != max[j]) {
+#pragma unroll
+        for (int i = 0; i < Dv / 16; ++i) out[i][j] *= shrink, out[i][2 + j] *= shrink;
+#pragma unroll
+        for (int g = 0; g < v_groups; ++g) lowest[g][j] *= shrink;
+      }
+      max[j] = top;
     }
   }
 
   /// Makes `unit` large enough for the tile's steps.
   __device__ void follow(float largest) {
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    if (!(largest > unit)) return;
+    if (!__any_sync(~0u, largest > unit)) return;
+    largest = across(largest, [](float a, float b) { return fmaxf(a, b); });
     const std::uint32_t exponent = umin((__float_as_uint(largest) >> 23) + 1, 253u);
     const float shrink = unit * __uint_as_float((254u - exponent) << 23);
-    unit = __uint_as_float(exponent << 23);
-    inverse_unit = __uint_as_float((254u - exponent) << 23);
+    unit = __uint_as_float(exponent << 23), inverse_unit = __uint_as_float((254u - exponent) << 23);
 #pragma unroll
-    for (int n = 0; n < Dv / 8; ++n) {
+    for (int n = 0; n < Dv / 16; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) out[n][i] *= shrink;
     }
   }
 
-  /// Eight channels of a token's group, column lane / 4: 32 bits of codes of 4, 16 of codes of 2.
+  /// In a tile with masked tokens: 0 * NaN is NaN, so a NaN group of a token that a row must not see would reach the
+  /// row's output. NaN ends become 0, and the sums of the rows that see them become NaN. It rarely has work.
+  __device__ __noinline__ static void replace_nan(const float (&s)[sixteens][4],
+                                                  std::uint32_t (&ends)[sixteens][2][v_groups],
+                                                  float (&lowest)[v_groups][2]) {
+    for (int i = 0; i < sixteens * 2 * v_groups; ++i) {
+      const int m = i / v_groups / 2, half = i / v_groups % 2, g = i % v_groups;
+      const float2 own = ends_of(ends[m][half][g]);
+      if (own.x == own.x && own.y == own.y) continue;
+      ends[m][half][g] = 0;
+      for (int j = 0; j < 2; ++j) {
+        if (s[m][half * 2 + j] != 0) lowest[g][j] = NAN;
+      }
+    }
+  }
+  __device__ void set_nan_aside(const float (&s)[sixteens][4], std::uint32_t (&ends)[sixteens][2][v_groups]) {
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < sixteens * 2 * v_groups; ++i) {
+      const float2 own = ends_of(ends[i / v_groups / 2][i / v_groups % 2][i % v_groups]);
+      found |= !(own.x + own.y == own.x + own.y);
+    }
+    if (!found) return;
+    // Copies, so that the arrays of the common path stay in registers.
+    float weights[sixteens][4], sums[v_groups][2];
+    std::uint32_t copy[sixteens][2][v_groups];
+#pragma unroll
+    for (int i = 0; i < sixteens * 4; ++i) weights[i / 4][i % 4] = s[i / 4][i % 4];
+#pragma unroll
+    for (int i = 0; i < v_groups * 2; ++i) sums[i / 2][i % 2] = lowest[i / 2][i % 2];
+#pragma unroll
+    for (int i = 0; i < sixteens * 2 * v_groups; ++i)
+      copy[i / v_groups / 2][i / v_groups % 2][i % v_groups] = ends[i / v_groups / 2][i / v_groups % 2][i % v_groups];
+    replace_nan(weights, copy, sums);
+#pragma unroll
+    for (int i = 0; i < v_groups * 2; ++i) lowest[i / 2][i % 2] = sums[i / 2][i % 2];
+#pragma unroll
+    for (int i = 0; i < sixteens * 2 * v_groups; ++i)
+      ends[i / v_groups / 2][i / v_groups % 2][i % v_groups] = copy[i / v_groups / 2][i / v_groups % 2][i % v_groups];
+  }
+
+  /// Eight channels of a token's group, those of row lane / 4: 32 bits of codes of 4, 16 of codes of 2.
   __device__ static std::uint32_t eight_codes(std::uint32_t address) {
     if constexpr (bits == 4) {
       return word_at(address);
@@ -221,76 +331,62 @@ struct decode_state_groups : decode_softmax<View::v_dim + 8, decode_config<View>
       return half;
     }
   }
-  /// Channels of two neighbouring tokens: pair i has channel part * pairs + i of both.
-  __device__ static void pair_codes(std::uint32_t first, std::uint32_t second, int part,
-                                    std::uint32_t (&pairs)[16 / bits]) {
-    decode_codes<bits>(__byte_perm(first, second, part ? 0x7632 : 0x5410), pairs);
-  }
 
-  __device__ void multiply_values(const float (&s)[tokens / 8][4], std::uint32_t values, bool masked, int lane) {
-    constexpr int parts = bits / 2;  // of eight channels
-    std::uint32_t ends[tokens / 4][v_groups];
-    float largest = 0;
+  __device__ void multiply_values(const float (&s)[sixteens][4], std::uint32_t values, bool masked, int lane) {
+    std::uint32_t ends[sixteens][2][v_groups];  // of the lane's tokens
 #pragma unroll
-    for (int t = 0; t < tokens / 4; ++t) {  // the lane's: 2 (lane % 4), the next one, and so on by eights
+    for (int m = 0; m < sixteens; ++m) {
 #pragma unroll
-      for (int g = 0; g < v_groups; ++g)
-        ends[t][g] = word_at(values + std::uint32_t((t / 2 * 8 + lane % 4 * 2 + t % 2) * v_row + g * bytes));
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int g = 0; g < v_groups; ++g)
+          ends[m][half][g] = word_at(values + std::uint32_t((m * 16 + half * 8 + lane / 4) * v_row + g * bytes));
+      }
     }
+    if (__builtin_expect(masked, 0)) set_nan_aside(s, ends);
+    __half2 largest{};  // NaN is no number
 #pragma unroll
-    for (int t = 0; t < tokens / 4; ++t) {
-#pragma unroll
-      for (int g = 0; g < v_groups; ++g) largest = fmaxf(largest, ends_of(ends[t][g]).y);
+    for (int i = 0; i < sixteens * 2 * v_groups; ++i) {
+      const std::uint32_t& own = ends[i / v_groups / 2][i / v_groups % 2][i % v_groups];
+      largest = __hmax2(largest, reinterpret_cast<const __half2&>(own));
     }
-    follow(largest);
+    follow(__high2float(largest));
 #pragma unroll
-    for (int k = 0; k < tokens / 16; ++k) {
-      const float(&low)[4] = s[k * 2], (&high)[4] = s[k * 2 + 1];
-      std::uint32_t codes[v_groups][4];  // of tokens 2, 2 + 1, 2 + 8 and 2 + 9 of sixteen
+    for (int m = 0; m < sixteens; ++m) {
 #pragma unroll
       for (int g = 0; g < v_groups; ++g) {
+        std::uint32_t codes[4];  // of tokens 2 (lane % 4), the next one, and those eight behind
         const std::uint32_t at =
-            values + std::uint32_t((k * 16 + lane % 4 * 2) * v_row + g * bytes + 4 + lane / 4 * bits);
+            values + std::uint32_t((m * 16 + lane % 4 * 2) * v_row + g * bytes + 4 + lane / 4 * bits);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) codes[g][i] = eight_codes(at + std::uint32_t((i / 2 * 8 + i % 2) * v_row));
-      }
-      std::uint32_t weights[4], lowest[2] = {};
-      pack_weights<fp16>(low, high, weights);
+        for (int i = 0; i < 4; ++i) codes[i] = eight_codes(at + std::uint32_t((i / 2 * 8 + i % 2) * v_row));
+        std::uint32_t right[2];
 #pragma unroll
-      for (int g = 0; g < v_groups; ++g) {
-        float own[2][4];
+        for (int half = 0; half < 2; ++half) {
+          const float2 own = ends_of(ends[m][half][g]);
+          const float step = own.y * inverse_unit;
+          float weight[2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          // 0 * NaN: a token that a row does not see adds nothing to it.
-          const auto weigh = [&](float weight, std::uint32_t of) {
-            return masked && weight == 0 ? 0.0f : weight * (ends_of(of).y * inverse_unit);
-          };
-          own[0][i] = weigh(low[i], ends[k * 4 + i % 2][g]), own[1][i] = weigh(high[i], ends[k * 4 + 2 + i % 2][g]);
+          for (int j = 0; j < 2; ++j) {
+            const float plain = s[m][half * 2 + j];
+            weight[j] = plain * step;
+            lowest[g][j] = fmaf(plain, own.x, lowest[g][j]);
+          }
+          right[half] = transposed(pack_pair<fp16>(weight[0], weight[1]));
         }
-        std::uint32_t scaled[4];
-        pack_weights<fp16>(own[0], own[1], scaled);
 #pragma unroll
-        for (int part = 0; part < parts; ++part) {
+        for (int part = 0; part < bits / 2; ++part) {  // of the eight channels
           std::uint32_t near[16 / bits], far[16 / bits];
-          pair_codes(codes[g][0], codes[g][1], part, near);
-          pair_codes(codes[g][2], codes[g][3], part, far);
+          pair_codes<bits>(__byte_perm(codes[0], codes[1], part ? 0x7632 : 0x5410), near);
+          pair_codes<bits>(__byte_perm(codes[2], codes[3], part ? 0x7632 : 0x5410), far);
 #pragma unroll
-          for (int i = 0; i < 16 / bits; ++i)
-            multiply<fp16>(out[g * 8 + part * (16 / bits) + i], scaled, near[i], far[i]);
-        }
-        if (lane / 4 == g) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-            lowest[i] = finite(__byte_perm(ends[k * 4 + i * 2][g], ends[k * 4 + i * 2 + 1][g], 0x5410));
+          for (int i = 0; i < 8 / bits; ++i) {
+            const std::uint32_t left[4] = {near[i * 2], near[i * 2 + 1], far[i * 2], far[i * 2 + 1]};
+            multiply<fp16>(out[g * 4 + part * (8 / bits) + i], left, right[0], right[1]);
+          }
         }
       }
-      multiply<fp16>(out[Dv / 8], weights, lowest[0], lowest[1]);
     }
-  }
-  /// Two halves, NaN as 0: a NaN group shows by its step, and must not spoil rows that do not see it.
-  __device__ static std::uint32_t finite(std::uint32_t two) {
-    const std::uint32_t nan = __vcmpgtu2(two & 0x7fff7fffu, 0x7c007c00u);
-    return two & ~nan;
   }
 };
 
