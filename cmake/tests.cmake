@@ -51,13 +51,13 @@ foreach(program test_cache_allocated test_support_calls)
     target_compile_options(${program} PRIVATE "$<$<CONFIG:Release>:-O0>")
   endif()
 endforeach()
-# Tests of single headers run for seconds, and g++ takes up to six times as long over them at -O3 as at -O0. Five programs run for
+# Tests of single headers run for seconds, and g++ takes up to six times as long over them at -O3 as at -O0. Six programs run for
 # longer.
 if(TESSERA_UNOPTIMISED_TESTS)
   foreach(program IN LISTS test_programs)
-    if(program MATCHES "^test_(attention|cache|runtime|backend_cpu_(choose|read|store))$")
+    if(program MATCHES "^test_(attention|cache|methods|runtime|backend_cpu_(choose|read|store))$")
       target_compile_options(${program} PRIVATE "$<$<CONFIG:Release>:-O1>")
-    elseif(NOT program MATCHES "^test_(methods|cache|examples.*)$")
+    elseif(NOT program MATCHES "^test_examples.*$")
       target_compile_options(${program} PRIVATE "$<$<CONFIG:Release>:-O0>")
     endif()
   endforeach()
@@ -81,6 +81,9 @@ if(TARGET test_methods)
   list(JOIN calls ", " calls)
   configure_file(tests/methods/support/registry.cpp.in test_methods/registry.cpp @ONLY)
   tessera_join_units(units "${PROJECT_BINARY_DIR}/test_methods/methods" cpp 8 ${files})
+  set(TESSERA_ROWS_OF_EVERY_METHOD fp8_rows CACHE STRING "Rows that every method is tested over; see tests/every_row_format.sh")
+  set_source_files_properties(tests/methods/test_encoded_rows.cpp PROPERTIES
+                              COMPILE_DEFINITIONS "TESSERA_ROWS_OF_EVERY_METHOD=${TESSERA_ROWS_OF_EVERY_METHOD}")
   target_sources(test_methods PRIVATE ${units} "${PROJECT_BINARY_DIR}/test_methods/registry.cpp" tests/methods/support/entries.cpp
                  tests/methods/support/mixtures.cpp)
   configure_file(tests/methods/support/every_method.hpp.in test_methods/every_method.hpp @ONLY)

@@ -86,11 +86,10 @@ prepared decode(const decode_shape& s) {
     buffer<float> scales;
   };
   const std::size_t q_rows = std::size_t(s.sequences) * q_heads;
-  const auto keep =
-      std::make_shared<memory>(lengths, std::vector<index_t>(std::size_t(s.sequences), s.tokens - 1), blocks, indices,
-                               std::vector<index_t>(rows, s.chosen), q_rows * head_dim, q_rows, op.workspace_bytes(),
-                               encoded ? units * 2 * std::size_t(kv_sets) : 0,
-                               std::vector<float>(scaled ? units / row_units : 0, 1.0f / 64));
+  const auto keep = std::make_shared<memory>(
+      lengths, std::vector<index_t>(std::size_t(s.sequences), s.tokens - 1), blocks, indices,
+      std::vector<index_t>(rows, s.chosen), q_rows * head_dim, q_rows, op.workspace_bytes(),
+      encoded ? units * 2 * std::size_t(kv_sets) : 0, std::vector<float>(scaled ? units / row_units : 0, 1.0f / 64));
   const std::size_t pool_units = units * 2 * std::size_t(kv_sets), plain = encoded ? 0 : pool_units;
   const bf16* q = random_rows(plain + q_rows * head_dim) + plain;
   const stored_type* pool;

@@ -31,8 +31,8 @@ concept encoding_by_element =
       { E::scale_of(x) } -> std::same_as<float>;
     });
 
-/// Rows of blocks that hold their scales (core/stored/element_blocks.hpp): `stored_type` is a block. Operations read such
-/// rows. Where the block is a `made_block`, they write them too; other rows are the engine's.
+/// Rows of blocks that hold their scales (core/stored/element_blocks.hpp): `stored_type` is a block. Operations read
+/// such rows. Where the block is a `made_block`, they write them too; other rows are the engine's.
 template <class E>
 concept encoding_by_block =
     element<typename E::element_type> && element_block<typename E::stored_type> && !bool(E::scaled);

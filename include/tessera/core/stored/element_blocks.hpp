@@ -75,7 +75,8 @@ struct code_group {
   TESSERA_HD TESSERA_INLINE void decode(float* TESSERA_RESTRICT to) const {
     const float first = float(lowest), factor = float(step);
     for (int w = 0; w < Elements / of_word; ++w) {
-      for (int j = 0; j < of_word; ++j) to[w * of_word + j] = first + factor * float(int(codes[w] >> (j * Bits)) & largest);
+      for (int j = 0; j < of_word; ++j)
+        to[w * of_word + j] = first + factor * float(int(codes[w] >> (j * Bits)) & largest);
     }
   }
   /// Lowest and step for elements in this range, `finite` whether all of them are. NaN where a group is.
@@ -85,7 +86,8 @@ struct code_group {
     const float first = float(made.lowest);
     made.step = fp16(high > first ? (high - first) / float(largest) : 0.0f);
     const float factor = float(made.step);
-    if (!finite || !(first - first == 0) || !(factor - factor == 0)) made.lowest = made.step = fp16(bits_as<float>(0x7fc00000u));
+    if (!finite || !(first - first == 0) || !(factor - factor == 0))
+      made.lowest = made.step = fp16(bits_as<float>(0x7fc00000u));
     return made;
   }
   /// The code of an element, at its place in a word.

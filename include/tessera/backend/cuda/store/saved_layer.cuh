@@ -104,8 +104,7 @@ __global__ void __launch_bounds__(saving_threads)
   const saved_head at = heads[head];
   const saving_thread own{slice, int(blockIdx.x * saving_threads + threadIdx.x), int(gridDim.x * saving_threads)};
   constexpr int k_bytes = View::k_units * int(sizeof(stored)), v_bytes = View::v_units * int(sizeof(stored));
-  device_sum sum =
-      move_stored<Way, k_bytes>(own, at.k, at.rows, [&](index_t row) { return view.key(0, head, row); });
+  device_sum sum = move_stored<Way, k_bytes>(own, at.k, at.rows, [&](index_t row) { return view.key(0, head, row); });
   sum += move_stored<Way, v_bytes>(own, at.v, at.rows, [&](index_t row) { return view.value(0, head, row); });
   if constexpr (View::encoding_type::scaled) {
     const auto scales = [&](float* all) {
@@ -155,7 +154,8 @@ template <class View, class Archive>
 void transfer_layer(const View& view, const detail::cached_columns& columns, const host_vector<index_t>& counts,
                     bool scattered, index_t begin, index_t next, Archive& archive, cudaStream_t stream) {
   using stored = typename View::stored_type;
-  constexpr offset_t k_bytes = View::k_units * offset_t(sizeof(stored)), v_bytes = View::v_units * offset_t(sizeof(stored));
+  constexpr offset_t k_bytes = View::k_units * offset_t(sizeof(stored)),
+                     v_bytes = View::v_units * offset_t(sizeof(stored));
   static_assert(k_bytes % 4 == 0 && v_bytes % 4 == 0,
                 "tessera: rows that a GPU saves have a multiple of 4 bytes; rows of ggml's blocks are the engine's");
   constexpr auto way = Archive::loads ? detail::saved_way::to_cache : detail::saved_way::to_slice;

@@ -114,7 +114,8 @@ class decode_attention {
   struct memory : workspace_cut {
     const decode_attention& op;
     memory(const decode_attention& owner, void* begin) : workspace_cut(begin), op(owner) {}
-    const std::size_t rows = std::size_t(op.query_blocks_) * std::size_t(op.slots_of_block()) * detail::rows_per_block<View>;
+    const std::size_t rows =
+        std::size_t(op.query_blocks_) * std::size_t(op.slots_of_block()) * detail::rows_per_block<View>;
     unsigned* arrived = array<unsigned>(std::size_t(op.query_blocks_ * op.rows_));
     detail::split_piece* pieces =
         array<detail::split_piece>(Split == decode_split::ahead ? std::size_t(op.blocks_) : 0);

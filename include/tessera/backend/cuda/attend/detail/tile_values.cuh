@@ -8,8 +8,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Eight stored elements times their row's scale, as 16 bytes at the shared address `to`; zeros if not valid. `from`: as
-/// row_elements gives it. This is an ordinary store: other threads see it after the next barrier.
+/// Eight stored elements times their row's scale, as 16 bytes at the shared address `to`; zeros if not valid. `from`:
+/// as row_elements gives it. This is an ordinary store: other threads see it after the next barrier.
 template <class T, class Elements>
 __device__ __forceinline__ void store_decoded(std::uint32_t to, const Elements& from, bool valid, float scale) {
   std::uint32_t pairs[4] = {};

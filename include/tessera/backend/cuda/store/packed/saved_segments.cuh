@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(saving_threads)
   auto* const of_whole =
       reinterpret_cast<std::uint32_t*>(const_cast<index_t*>(view.whole.positions)) + view.whole.position_row(0, head);
   add_to_sum(move_numbers<Way, 1>(own, at, rows_of(head),
-                               [&](index_t i) { return i < held ? of_packed + i : of_whole + (i - held); }),
+                                  [&](index_t i) { return i < held ? of_packed + i : of_whole + (i - held); }),
              slice.sum);
 }
 /// Saves or loads the positions of heads that store `counts` rows.

@@ -201,7 +201,7 @@ struct decode_merge : decode_block<View, Out> {
   template <int AtOnce>
   __device__ void sum_parts(offset_t base, int d, index_t begin, index_t end, float& top, float& sum, float4& x) const {
     const float2* states = scratch.state + base + begin * rows_per_block<View>;
-    const float* outs = scratch.out + (base + begin * rows_per_block<View>) * Dv + d;
+    const float* outs = scratch.out + (base + begin * rows_per_block<View>)*Dv + d;
 #pragma unroll 1
     for (; begin < end; begin += 32) {
       const index_t here = (min)(index_t(32), end - begin);

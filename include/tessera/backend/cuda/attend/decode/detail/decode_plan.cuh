@@ -22,13 +22,14 @@ struct decode_tuning {
 
 namespace detail {
 
-
 /// Rows that lie in shared memory as they do in device memory, side by side.
 struct staged_words {
   int row_bytes, chunk_bytes, chunks;
   TESSERA_HD constexpr explicit staged_words(int of_row)
       : row_bytes(of_row),
-        chunk_bytes(of_row % 16 == 0 ? 16 : of_row % 8 == 0 ? 8 : 4),
+        chunk_bytes(of_row % 16 == 0  ? 16
+                    : of_row % 8 == 0 ? 8
+                                      : 4),
         chunks(of_row / chunk_bytes) {}
   TESSERA_HD constexpr int bytes() const { return row_bytes; }
   TESSERA_HD constexpr std::uint32_t offset(int row, int chunk) const {
@@ -118,7 +119,8 @@ TESSERA_HD constexpr decode_tuning decode_tuning_for(int compute_capability) {
   const int warps = 8 / tuning.blocks;
   for (tuning.warps = warps; tuning.warps > 1; tuning.warps /= 2) {
     for (tuning.stages = 4; tuning.stages > (tuning.warps == warps ? 2 : 1); --tuning.stages) {
-      if (detail::decode_shared_bytes<View>(tuning) * tuning.blocks <= shared - (tuning.blocks - 1) * 10240) return tuning;
+      if (detail::decode_shared_bytes<View>(tuning) * tuning.blocks <= shared - (tuning.blocks - 1) * 10240)
+        return tuning;
     }
   }
   return tuning;

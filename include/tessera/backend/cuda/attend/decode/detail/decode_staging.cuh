@@ -358,7 +358,8 @@ struct decode_staging {
                              int lane) const {
 #pragma unroll
     for (int i = 0; i < (tokens * Rows.chunks + 31) / 32; ++i) {
-      const int id = (min)(i * 32 + lane, tokens * Rows.chunks - 1), token = id / Rows.chunks, chunk = id % Rows.chunks, from = lane_of + token;
+      const int id = (min)(i * 32 + lane, tokens * Rows.chunks - 1), token = id / Rows.chunks, chunk = id % Rows.chunks,
+                from = lane_of + token;
       const auto row = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), from);
       float of_token = 1;
       if constexpr (format::decoded && scaled) of_token = __shfl_sync(~0u, scale, from);

@@ -13,7 +13,8 @@ TESSERA_HD constexpr int code_shift(int i) {
   return i * Bits % 8;
 }
 /// Codes of a word as pairs of fp16: pair i has code i of the low half, and code i of the high half. The bits of a code
-/// are those of a subnormal number: code * 2^(code_shift - 24), exactly. Whoever multiplies them makes up for the power.
+/// are those of a subnormal number, code * 2^(code_shift - 24), exactly. Whoever multiplies them makes up for the
+/// power.
 template <int Bits>
 __device__ __forceinline__ void pair_codes(std::uint32_t word, std::uint32_t (&pairs)[16 / Bits]) {
   constexpr std::uint32_t mask = (1u << Bits) - 1;
@@ -125,8 +126,7 @@ struct decode_state_groups {
 #pragma unroll
       for (int m = 0; m < sixteens; ++m) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          s[m][i] = logit_of(m * 16 + i / 2 * 8 + lane / 4, lane % 4 * 2 + i % 2, s[m][i]);
+        for (int i = 0; i < 4; ++i) s[m][i] = logit_of(m * 16 + i / 2 * 8 + lane / 4, lane % 4 * 2 + i % 2, s[m][i]);
       }
     }
     weigh(s);
@@ -171,7 +171,9 @@ struct decode_state_groups {
     return word;
   }
   /// A group's lowest number and its step.
-  __device__ static float2 ends_of(std::uint32_t word) { return __half22float2(reinterpret_cast<const __half2&>(word)); }
+  __device__ static float2 ends_of(std::uint32_t word) {
+    return __half22float2(reinterpret_cast<const __half2&>(word));
+  }
   /// Joins what the lanes of a row have.
   template <class Join>
   __device__ static float across(float x, const Join& join) {
@@ -376,12 +378,12 @@ struct decode_state_groups {
         }
 #pragma unroll
         for (int part = 0; part < bits / 2; ++part) {  // of the eight channels
-          std::uint32_t near[16 / bits], far[16 / bits];
-          pair_codes<bits>(__byte_perm(codes[0], codes[1], part ? 0x7632 : 0x5410), near);
-          pair_codes<bits>(__byte_perm(codes[2], codes[3], part ? 0x7632 : 0x5410), far);
+          std::uint32_t early[16 / bits], late[16 / bits];
+          pair_codes<bits>(__byte_perm(codes[0], codes[1], part ? 0x7632 : 0x5410), early);
+          pair_codes<bits>(__byte_perm(codes[2], codes[3], part ? 0x7632 : 0x5410), late);
 #pragma unroll
           for (int i = 0; i < 8 / bits; ++i) {
-            const std::uint32_t left[4] = {near[i * 2], near[i * 2 + 1], far[i * 2], far[i * 2 + 1]};
+            const std::uint32_t left[4] = {early[i * 2], early[i * 2 + 1], late[i * 2], late[i * 2 + 1]};
             multiply<fp16>(out[g * 4 + part * (8 / bits) + i], left, right[0], right[1]);
           }
         }

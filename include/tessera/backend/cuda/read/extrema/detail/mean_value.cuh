@@ -31,9 +31,8 @@ __device__ inline offset_t sums_row(const index_t* ids, index_t row, index_t hea
 
 template <class View>
 __device__ double finite_value(const View& view, index_t sequence, index_t head, index_t slot, int d) {
-  const float x =
-      float(row_elements(view.value(sequence, head, slot), d, view.v_strides.dim)[0]) *
-      view.value_scale(sequence, head, slot);
+  const float x = float(row_elements(view.value(sequence, head, slot), d, view.v_strides.dim)[0]) *
+                  view.value_scale(sequence, head, slot);
   return is_finite(x) ? double(x) : 0.0;
 }
 
