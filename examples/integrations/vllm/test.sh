@@ -38,7 +38,7 @@ echo "Installed after $((SECONDS - begin)) s. Building the operators for the shi
 export TESSERA_TORCH_CACHE=${TESSERA_TORCH_CACHE:-$root/build/vllm_operators} OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1
 every=$(python -c 'from tessera_vllm import settings; print(",".join(settings.METHODS))')
 python -m tessera_vllm.build --model "$root/examples/model" --methods "$every" --dtype float32 >/dev/null
-some=snapkv,keydiff,streaming_llm,chunkkv,lagkv,h2o,expected_attention,ada_snapkv,quest
+some=snapkv,keydiff,streaming_llm,chunkkv,lagkv,h2o,expected_attention,ada_snapkv,quest,rocketkv
 python -m tessera_vllm.build --model "$root/examples/model" --methods "$some" >/dev/null
 echo "Built after $((SECONDS - begin)) s. Testing ..."
 export VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1

@@ -42,7 +42,8 @@ def reference(model):
 
 def asking(mode, **more):
     """A server's settings."""
-    return {"mode": mode, "method": {"uneven": "ada_snapkv", "read": "quest"}.get(mode, "snapkv"), **more}
+    method = {"uneven": "ada_snapkv", "read": "quest", "compact_and_read": "rocketkv"}.get(mode, "snapkv")
+    return {"mode": mode, "method": method, **more}
 
 
 def document(tokenizer, tokens, number, asked=None):

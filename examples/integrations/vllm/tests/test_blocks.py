@@ -58,7 +58,7 @@ def spoil_unread(ours, cache, index, name, kept):
     return len(unread)
 
 
-@pytest.mark.parametrize("mode", ["compact", "chunked", "uneven"])
+@pytest.mark.parametrize("mode", ["compact", "chunked", "uneven", "compact_and_read"])
 def test_freed_blocks_of_nan_change_nothing(engine, prompts, mode):
     with engine(asking(mode, budget=256)) as ours:
         wanted = ours.tokens(prompts, new=24)
@@ -148,10 +148,10 @@ def test_requests_of_other_budgets_share_prefixes_and_overwrite_nothing_of_each_
 
 
 @pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("mode", ["compact", "chunked", "uneven", "read"])
+@pytest.mark.parametrize("mode", ["compact", "chunked", "uneven", "read", "compact_and_read"])
 def test_preempted_requests_give_the_same_tokens_as_with_room(engine, tokenizer, mode, caching):
     asked = [document(tokenizer, length, number)[0] for number, length in enumerate((1000, 1100, 1030, 1060))]
-    asked_of = asking(mode, budget=768 if mode != "read" else 96, chunk=896)
+    asked_of = asking(mode, budget={"read": 96, "compact_and_read": 320}.get(mode, 768), chunk=896)
     options = {"max_model_len": 2048, "enable_prefix_caching": caching, "dtype": "float32"}
     with engine(asked_of, **options) as roomy:
         wanted = roomy.tokens(asked, new=200)
