@@ -151,12 +151,14 @@ def test_requests_of_other_budgets_share_prefixes_and_overwrite_nothing_of_each_
 @pytest.mark.parametrize("mode", ["compact", "chunked", "uneven", "read", "compact_and_read"])
 def test_preempted_requests_give_the_same_tokens_as_with_room(engine, tokenizer, mode, caching):
     asked = [document(tokenizer, length, number)[0] for number, length in enumerate((1000, 1100, 1030, 1060))]
-    asked_of = asking(mode, budget={"read": 96, "compact_and_read": 320}.get(mode, 768), chunk=896)
+    # A budget, and a pool that has room for four prompts which come one after the other, but not for their answers.
+    budget, pool = {"read": (96, 118), "compact_and_read": (320, 106)}.get(mode, (768, 118))
+    asked_of = asking(mode, budget=budget, chunk=896)
     options = {"max_model_len": 2048, "enable_prefix_caching": caching, "dtype": "float32"}
     with engine(asked_of, **options) as roomy:
         wanted = roomy.tokens(asked, new=200)
         assert roomy.preemptions == 0
-    with engine(asked_of, num_gpu_blocks_override=118, **options) as ours:
+    with engine(asked_of, num_gpu_blocks_override=pool, **options) as ours:
         assert ours.tokens(asked, new=200) == wanted
         assert ours.preemptions > 0
         assert ours.held() == 0 and nothing_left(ours)

@@ -15,7 +15,7 @@ ENGINES = [
     {"mode": "compact", "method": "h2o", "budget": 64},
     {"mode": "uneven", "method": "ada_snapkv", "budget": 100, "parameters": {"window": 24}},
     {"mode": "read", "method": "quest", "budget": 64},
-    {"mode": "compact_and_read", "method": "rocketkv", "budget": 64, "parameters": {"max_new": 40, "window": 24}},
+    {"mode": "compact_and_read", "method": "rocketkv", "budget": 256, "parameters": {"max_new": 100, "window": 24}},
 ]
 REQUESTS = 1100
 EACH = -(-REQUESTS // len(ENGINES))  # of one engine
@@ -28,7 +28,8 @@ def random_request(draw, prompts, mode):
     extra = draw.choice([None, None, {"mode": "off"}, {"budget": draw.randrange(1, 400)},
                          {"mode": modes[0], "chunk": draw.randrange(1, 500), "budget": draw.randrange(1, 200)},
                          {"mode": modes[1], "budget": draw.randrange(1, 100)}])
-    return prompt, draw.randrange(1, draw.choice([20, 100])), extra
+    longest = 300 if mode == "compact_and_read" else 100  # an answer must fill what its prompt has freed
+    return prompt, draw.randrange(1, draw.choice([20, longest])), extra
 
 
 def check_pool(ours):
@@ -76,8 +77,9 @@ def test_random_requests_lose_no_block(engine, tokenizer, number):
             ours.step()
             living = [name for name in living if name not in ours.outputs]
             check_pool(ours)
+        fewest = {"read": -1, "compact_and_read": 15}.get(ENGINES[number]["mode"], 50)
         assert ours.held() == 0 and aborted > 5 and not any(spoilt)
-        assert ours.preemptions > 0 and (ours.state().compactions > 50 or ENGINES[number]["mode"] == "read")
+        assert ours.preemptions > 0 and ours.state().compactions > fewest
         assert ours.tokens(prompts[:1], 8) == wanted
         state, last = ours.state(), f"{len(ours.outputs) - 1}-0"
         assert all(name.startswith(last)
