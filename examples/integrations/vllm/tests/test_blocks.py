@@ -1,7 +1,7 @@
 """What requests hold, free and share; and that nothing which is free is read."""
 import pytest
 import torch
-from conftest import BLOCK, asking, document
+from conftest import BLOCK, asking, document, kept_of
 from tessera_vllm import plan
 
 LENGTHS = (2048, 2600, 3299, 4000)
@@ -103,7 +103,7 @@ def cached(outputs):
     return [output.num_cached_tokens for output in outputs]
 
 
-@pytest.mark.parametrize("mode", ["compact", "chunked", "uneven"])
+@pytest.mark.parametrize("mode", ["compact", "chunked", "uneven", "compact_and_read"])
 def test_a_second_question_hits_what_was_not_overwritten(engine, tokenizer, prompts, mode):
     asked = [document(tokenizer, length, number)[0] for number, length in enumerate(LENGTHS)]
     others = [document(tokenizer, length, number, asked="bold anchor")[0] for number, length in enumerate(LENGTHS)]
@@ -114,7 +114,10 @@ def test_a_second_question_hits_what_was_not_overwritten(engine, tokenizer, prom
     with engine(asking(mode, budget=256), enable_prefix_caching=True, **options) as ours:
         first, again, second = ours.run(asked), ours.run(asked), ours.run(others)
         assert cached(first) == [0, 0, 0, 0]
-        most = [len(prompt) // BLOCK * BLOCK - 256 if mode != "chunked" else 1024 - 256 for prompt in asked]
+        kept = [plan.blocks_for(kept_of(len(prompt), 256), BLOCK) * BLOCK if mode == "compact_and_read" else 256
+                for prompt in asked]
+        most = [(1024 if mode == "chunked" else len(prompt) // BLOCK * BLOCK) - stays
+                for prompt, stays in zip(asked, kept)]
         assert cached(again) == most
         common = [sum(1 for _ in iter_common(a, b)) // BLOCK * BLOCK for a, b in zip(asked, others)]
         assert cached(second) == [min(have, hit) for have, hit in zip(common, most)]

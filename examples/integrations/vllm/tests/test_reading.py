@@ -2,11 +2,10 @@
 (`compact_and_read`)."""
 import functools
 import json
-import math
 
 import pytest
 import torch
-from conftest import BLOCK, asking, document
+from conftest import BLOCK, asking, document, kept_of
 from reference import expected
 from tessera_vllm import plan, settings
 
@@ -110,12 +109,6 @@ def attended(monkeypatch):
 
     monkeypatch.setattr(ops, "cpu_attention_with_kv_cache", noted)
     return lengths
-
-
-def kept_of(prompt, budget, max_new=128):
-    """What RocketKV's first stage keeps of a long prompt, by its paper's section 3.6."""
-    size, ratio = prompt + max_new, (prompt + max_new) / budget
-    return math.floor(size / ratio ** min(0.2 + 0.06 * math.log2(ratio), 0.8)) - max_new
 
 
 @pytest.mark.parametrize("mode", ["read", "compact_and_read"])
