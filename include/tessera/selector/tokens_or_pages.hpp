@@ -24,6 +24,10 @@ struct tokens_or_pages {
     if (choice == selection_unit::token) return top_tokens{}.select(scores, n, tail, keep, out, scratch);
     return top_pages{page}.select(scores, n, tail, keep, out, scratch);
   }
+  index_t select_pages(const float* scores, index_t n, index_t tail, index_t keep, index_t* out,
+                       top_k_scratch& scratch) const {
+    return top_pages{page}.select_pages(scores, n, tail, keep, out, scratch);
+  }
 
   void check() const {}
 

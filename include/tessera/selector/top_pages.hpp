@@ -21,20 +21,27 @@ struct top_pages {
   index_t select(const float* scores, index_t n, index_t tail, index_t keep, index_t* out,
                  top_k_scratch& scratch) const {
     if (n <= 0 || keep <= 0) return 0;
+    auto& best = scratch.scores;
+    best.assign(std::size_t(ceil_div(n, page)), -infinity);
+    for (std::size_t p = 0; p < best.size(); ++p) {
+      const index_t first = index_t(p) * page;
+      for (index_t slot = first; slot < first + (std::min)(page, n - first); ++slot) {
+        if (scores[slot] > best[p]) best[p] = scores[slot];
+      }
+    }
+    return select_pages(best.data(), n, tail, keep, out, scratch);
+  }
+
+  /// The same by scores of pages [ceil(n / page)], none of them NaN.
+  index_t select_pages(const float* scores, index_t n, index_t tail, index_t keep, index_t* out,
+                       top_k_scratch& scratch) const {
+    if (n <= 0 || keep <= 0) return 0;
     tail = std::clamp(tail, 0, n);
     const index_t pages = ceil_div(n, page), forced = tail > 0 ? pages - (n - tail) / page : 0;
     const index_t wanted = (std::min)((std::max)(forced, keep / page + (keep % page > 0)), pages);
-    auto& best = scratch.scores;
     auto& ids = scratch.ids;
-    best.assign(std::size_t(pages - forced), -infinity);
-    for (index_t p = 0; p < pages - forced; ++p) {
-      const index_t first = p * page;
-      for (index_t slot = first; slot < first + (std::min)(page, n - first); ++slot) {
-        if (scores[slot] > best[std::size_t(p)]) best[std::size_t(p)] = scores[slot];
-      }
-    }
     ids.resize(std::size_t(wanted));
-    index_t taken = top_k(best.data(), pages - forced, wanted - forced, ids.data(), scratch);
+    index_t taken = top_k(scores, pages - forced, wanted - forced, ids.data(), scratch);
     for (index_t p = pages - forced; p < pages; ++p) ids[std::size_t(taken++)] = p;
     index_t count = 0;
     for (index_t i = 0; i < taken; ++i) {

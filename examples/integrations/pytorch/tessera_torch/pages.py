@@ -33,6 +33,20 @@ class PagedLayer(typing.NamedTuple):
     scores: torch.Tensor | None = None
 
 
+class Stages(typing.NamedTuple):
+    """What a budget leaves to each stage of a method behind a prompt of one length.
+
+    kept:     tokens that the first stage keeps of each kv_head, at most the prompt
+    read:     tokens that a step attends
+    page:     tokens that a step estimates together
+    channels: channels of a key that its estimate reads
+    """
+    kept: int
+    read: int
+    page: int
+    channels: int
+
+
 class PageOperations:
     """The operations of one method for a model of these counts; of all batches, pools and tables.
 
@@ -146,6 +160,14 @@ class PageOperations:
         """
         self._operators.pages_pack(self._handle, *layer, slots, counts, ends)
 
+    def plan(self, prompt, budget=None):
+        """Stages behind a prompt of so many tokens, with the method's budget or another one, of a method whose steps choose by an index.
+
+        Requests of one batch differ in both: pass `kept` in `budgets` of `choose`, `read` and `channels` in `reads` and `channels` of
+        `choose_to_read`. Pages of all requests are those of one index; where the budget decides them, give the method `page`.
+        """
+        return Stages(*self._operators.pages_plan(self._handle, prompt, budget))
+
     @property
     def index_page(self):
         """Tokens of a page of the index: it divides the engine's page. ValueError for a method whose steps do not choose so, and for
@@ -171,19 +193,20 @@ class PageOperations:
         """
         self._operators.pages_index(self._handle, *layer, index, first, new_tokens)
 
-    def choose_to_read(self, index_of_layer, layer, index, q, first_position, reads=None):
+    def choose_to_read(self, index_of_layer, layer, index, q, first_position, reads=None, channels=None):
         """What a step reads of a layer, by its index -> slots [sequences, kv_heads, room], counts [sequences, kv_heads].
 
         The slots are those that the method's own cache attends. Pass them to `attend`, which reads no other page.
         q [sequences, 1 to 8 tokens, q_heads, dim], whose keys are stored and indexed; first_position [sequences]: of its first;
-        reads [sequences]: tokens that a step attends of each kv_head, 1 to the method's own number, in place of it.
+        reads [sequences]: tokens that a step attends of each kv_head, 1 to the method's own number, in place of it;
+        channels [sequences]: channels of a key that its estimate reads, 1 to dim, in place of the method's.
         Nothing is waited for: a CUDA graph may capture it, and follows tables and lengths when it is replayed.
         """
         key = (q.shape[1], layer.tables.shape[-1] * layer.k.shape[1])
         if key not in self._room:
             self._room[key] = self._operators.pages_max_read(self._handle, *key)
         return self._operators.pages_choose_to_read(self._handle, index_of_layer, *layer, index, q, first_position, self._room[key],
-                                                    reads)
+                                                    reads, channels)
 
     def free(self, tables, lengths, held, page, room=0):
         """Pages that nobody needs once all layers have packed -> freed [table rows, blocks], freed_count [table rows].

@@ -19,6 +19,9 @@ def package():
     return tessera_torch
 
 
+SMALLEST_BUDGET = 16  # of a method that estimates
+
+
 class Model:
     """What the operators must know of a model, of vLLM's model_config."""
 
@@ -45,11 +48,19 @@ class Model:
 
 class Operators:
     """PageOperations of one method and model, whatever the budgets of requests: pages(scale, softcap) of attention; of
-    a method that chooses what steps read, reading(scale, softcap, reads)."""
+    a method that chooses what steps read, reading(scale, softcap, reads); and the schedules of requests."""
 
     def __init__(self, settings, model):
         self.settings, self.model = settings, model
         self.pages = functools.lru_cache(maxsize=64)(self._open)
+
+    def schedule(self, own, prompt, block):
+        """A request's schedule. own: its settings. Errors: ValueError for a budget that the method does not take."""
+        if not own.planned or own.mode == "off":
+            return plan.schedule_of(own, prompt, block)
+        # Of a method without a first stage the budget says what is read, which is half of what the method takes.
+        budget = own.budget if own.drops else 2 * block * plan.blocks_for(own.budget, block)
+        return plan.schedule_of(own, prompt, block, self.pages().plan(prompt, budget))
 
     def reading(self, scale, softcap, reads):
         """Operations by which a step may read so many tokens, or more."""
@@ -59,8 +70,11 @@ class Operators:
         model, named = self.model, dict(self.settings.parameters)
         budget = None if self.settings.profile else max(self.settings.budget, self.settings.window)
         if self.settings.reads:
-            named.setdefault("page", model.block)
-            budget = 2 * reads  # the method reads half of its budget; the other half stands for its estimate
+            named = {"page": model.block, **named, "newest": 0}  # a step reads the newest block beside its choice
+            if self.settings.planned:
+                named["unit"] = "page"
+            # The method reads half of its budget; the other half stands for its estimate.
+            budget = max(SMALLEST_BUDGET, 2 * (reads or model.block))
         if self.settings.observes == "statistics":
             named["rope_frequencies"] = model.rope_frequencies()
         torch_package = package()
@@ -79,9 +93,13 @@ class Operators:
     def try_out(self, block):
         """Chooses among random rows as a prompt's end or a step would: the settings are right, and heads keep or read
         as many tokens as their blocks have. Errors: ValueError of one sentence."""
+        if self.settings.planned:
+            self.schedule(self.settings, block, block)
+            # Whatever the budgets of requests, the window's own tokens fit into what stays.
+            self.pages().plan(max(1, self.settings.window), SMALLEST_BUDGET)
         if self.settings.reads:
             self._try_to_read(block)
-        else:
+        if self.settings.drops:
             self._try_to_keep(block)
 
     def _try_to_read(self, block):
@@ -90,13 +108,9 @@ class Operators:
         if pages.index_page != block:
             raise asking.refused("page", pages.index_page, f"{block}, the block of vLLM", "leave it out: vLLM's kernel "
                                  "reads whole blocks")
-        newest = int(dict(self.settings.parameters).get("newest", 1))
-        if not 1 <= newest <= block:
-            raise asking.refused("newest", newest, f"1 to {block}, the block of vLLM", "leave it out: the newest block "
-                                 "is read, and no other one in any case")
         random = torch.Generator().manual_seed(1)
         draw = lambda *shape: torch.randn(shape, generator=random).to(model.dtype)
-        tokens, number = 5 * block - block // 2, lambda value: torch.tensor([value], dtype=torch.int32)
+        tokens, number = 5 * block, lambda value: torch.tensor([value], dtype=torch.int32)
         k, v = draw(5, block, model.kv_heads, model.dim), draw(5, block, model.kv_heads, model.dim)
         layer = package().PagedLayer(k, v, torch.arange(5, dtype=torch.int32)[None],
                                      torch.full((1, model.kv_heads), tokens, dtype=torch.int32))
@@ -104,10 +118,10 @@ class Operators:
         pages.index_pages(layer, index)
         for number_of_layer in range(model.layers):
             _, counts = pages.choose_to_read(number_of_layer, layer, index, draw(1, 1, model.q_heads, model.dim),
-                                             number(tokens - 1), number(2 * block))
-            if not bool((counts == 2 * block - block // 2).all()):
+                                             number(tokens), number(2 * block))
+            if not bool((counts == 2 * block).all()):
                 raise asking.refused(f"what {self.settings.method} reads in layer {number_of_layer}",
-                                     counts.tolist()[0], f"{2 * block - block // 2} tokens of every kv_head",
+                                     counts.tolist()[0], f"{2 * block} tokens of every kv_head",
                                      "leave out parameters that make heads unequal")
 
     def _try_to_keep(self, block):

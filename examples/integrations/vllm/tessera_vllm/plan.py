@@ -13,7 +13,9 @@ what attention reads is the table without its first `dropped` columns.
 
 In the mode `uneven` the ends are those of `compact`, and M * S is what a kv_head keeps on average.
 
-In the mode `read` there are no ends. Behind the prompt a token reads M blocks of its choice and the newest block.
+In the mode `read` there are no ends. Behind the prompt a token reads M blocks of its choice and the newest block. In the
+mode `compact_and_read` the prompt's end is an end as in `compact`, and a token behind it reads so of what is stored. How
+many blocks stay and how many are read follows from the prompt's length: the method's operators say it (operators.py).
 """
 import dataclasses
 import fractions
@@ -35,6 +37,7 @@ class Schedule:
     every_block: behind the prompt each full block is an end
     uneven:      heads keep unequal numbers of blocks, in pages that only the worker knows (uneven.py)
     read_blocks: blocks that a token behind the prompt reads of each kv_head, the newest one among them; 0: all
+    channels:    of a key that such a token chooses by; 0: the method's
     """
     prompt: int
     block: int
@@ -45,6 +48,7 @@ class Schedule:
     every_block: bool = False
     uneven: bool = False
     read_blocks: int = 0
+    channels: int = 0
 
     def last_end(self, position):
         """The last end at or before a position; 0: there was none."""
@@ -79,10 +83,10 @@ class Schedule:
         Those that the first compaction frees. All others are overwritten, or computed from a compacted prompt. Where
         steps read a part: those in front of the first token that does.
         """
-        if self.read_blocks:
-            return self.first_reading(0) // self.block
         first = self.next_compaction(0)
-        return None if first is None else self.dropped(first)
+        if first is not None:
+            return self.dropped(first)
+        return self.first_reading(0) // self.block if self.read_blocks else None
 
     def longest_hit(self, tokens):
         """How many of these leading tokens may come from a prefix cache: what is overwritten must be nobody else's,
@@ -97,7 +101,7 @@ class Schedule:
 
     def first_reading(self, position):
         """The first position, at or behind this one, whose token reads a part of what is stored."""
-        return max(position, self.prompt, self.read_blocks * self.block)
+        return max(position, self.prompt, (self.dropped(self.prompt) + self.read_blocks) * self.block)
 
     def tokens_read(self, position):
         """How many stored tokens the token at a position behind the prompt attends in a layer."""
@@ -132,10 +136,17 @@ def kept_blocks(settings, prompt, block):
     return max(1, blocks_for(most // block, len(settings.profile[0])))
 
 
-def schedule_of(settings, prompt, block):
-    """A request's schedule from its settings."""
+def schedule_of(settings, prompt, block, stages=None):
+    """A request's schedule from its settings. stages: what the method plans for the prompt, if it plans
+    (Operators.schedule); it has kept, read and channels."""
     if settings.mode == "off":
         return Schedule(prompt, block, blocks_for(prompt, block))
+    if stages is not None:
+        read, channels = blocks_for(stages.read, block) + 1, stages.channels
+        if settings.mode == "read":
+            return Schedule(prompt, block, blocks_for(prompt, block), read_blocks=read, channels=channels)
+        return Schedule(prompt, block, blocks_for(stages.kept, block), window=settings.window, read_blocks=read,
+                        channels=channels)
     kept = kept_blocks(settings, prompt, block)
     if settings.mode == "read":
         return Schedule(prompt, block, blocks_for(prompt, block), read_blocks=kept + 1)

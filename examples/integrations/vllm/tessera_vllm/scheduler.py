@@ -9,8 +9,9 @@ import json
 from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 
-from . import names, plan, settings
+from . import names, settings
 from .blocks import CompactedManager, ScheduledHashes, schedule_of
+from .operators import Model, Operators
 
 names.check()
 logger = init_logger(__name__)
@@ -27,6 +28,7 @@ class Scheduler(VllmScheduler):
         if len(managers) != 1 or not isinstance(managers[0], CompactedManager):
             raise settings.refused("the model's kinds of KV caches", [type(one).__name__ for one in managers],
                                    "full attention in every layer", "serve this model without tessera's settings")
+        self.operators = Operators(self.asked, Model(self.vllm_config))
         self.manager = managers[0]
         self.manager.requests = self.requests
         if self.asked.figures:
@@ -44,15 +46,14 @@ class Scheduler(VllmScheduler):
 
     def _schedule_of(self, request):
         params = request.sampling_params
-        try:
-            own = settings.for_request(self.asked, params.extra_args)
-        except ValueError as error:
-            # requests.py has refused it unless the plug-in for it is switched off; raised here it would end the engine.
-            logger.error("%s; the request stays whole", error)
-            own = self._whole(params)
-        if request.resumable:
-            own = self._whole(params)  # text that comes later makes the prompt longer: where it ends is not known
-        return plan.schedule_of(own, request.num_prompt_tokens, self.manager.block_size)
+        prompt, block = request.num_prompt_tokens, self.manager.block_size
+        if not request.resumable:  # else text that comes later makes the prompt longer: where it ends is not known
+            try:
+                return self.operators.schedule(settings.for_request(self.asked, params.extra_args), prompt, block)
+            except ValueError as error:
+                # requests.py has refused what it can see; raised here it would end the engine.
+                logger.error("%s; the request stays whole", error)
+        return self.operators.schedule(self._whole(params), prompt, block)
 
     def _whole(self, params):
         """Settings of a request that stays whole; the worker learns of it as if the request had asked for it."""

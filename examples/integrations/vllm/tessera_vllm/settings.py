@@ -14,29 +14,33 @@ MODES = {
     "chunked": "the same at every `chunk` tokens of the prompt, and at its end",
     "uneven": "when a prompt ends, each layer keeps `budget` tokens of a kv_head on average, unequal numbers of each",
     "read": "nothing is dropped: a step reads `budget` tokens of each kv_head, in whole blocks, and the newest block",
+    "compact_and_read": "when a prompt ends, each layer keeps what the method's plan says for its length, of which a "
+                        "step reads half of `budget`, in whole blocks, and the newest block",
     "off": "requests stay whole, except those that ask for another mode",
 }
 # The newest queries of a prompt that a method looks at unless its parameter `window` says another number; 0: none.
 EVEN = {"chunkkv": 32, "criticalkv": 32, "expected_attention": 0, "h2o": 0, "keydiff": 0, "knorm": 0, "lagkv": 0,
         "random": 0, "snapkv": 32, "streaming_llm": 0, "tova": 0}
 UNEVEN = {"ada_snapkv": 32, "tangram": 32}
-READING = {"quest": 0}
+READING = {"hsa": 0, "quest": 0}
+STAGED = {"rocketkv": 32}
 PROFILED = ("tangram",)
-METHODS = EVEN | UNEVEN | READING
-OF_MODE = {"compact": EVEN, "chunked": EVEN, "uneven": UNEVEN, "read": READING, "off": METHODS}
+METHODS = EVEN | UNEVEN | READING | STAGED
+OF_MODE = {"compact": EVEN, "chunked": EVEN, "uneven": UNEVEN, "read": READING, "compact_and_read": STAGED,
+           "off": METHODS}
+PLANNED = ("hsa", "rocketkv")  # by the length of a prompt
 # What the others observe of queries, as PageOperations.observes has it.
 OBSERVES = {"expected_attention": "statistics", "h2o": "every_query", "tova": "newest_query"}
 DROPS_IN_STEPS = ("h2o", "tova")
 _LAYERS = "it gives layers unequal numbers of tokens, and all layers of vLLM share one table"
 _WHOLE = "it keeps every token of a prompt, so that no block would be free"
-_TOKENS = "its steps read single tokens, and vLLM's kernel reads whole blocks"
-_TWO_STAGES = "it plans what steps read by each prompt's length, and one call for all requests of a step takes one plan"
+_FILTERED = "its steps choose among single tokens that a prompt's end has chosen, and the index here is of whole blocks"
 _NO_BOUNDS = "its steps do not choose by the smallest and largest keys of a block, which is the only index here"
 _TEXT = "it goes by the text's sentences, which a worker does not see"
 REFUSED = {
     "pyramidkv": _LAYERS, "duo_attention": _LAYERS, "mosaickv": _LAYERS, "full": _WHOLE, "a_shape": _WHOLE,
     "tri_shape": _WHOLE,
-    "minference": _WHOLE, "think": _WHOLE, "hsa": _TOKENS, "rocketkv": _TWO_STAGES, "rocketkv_mt": _TWO_STAGES,
+    "minference": _WHOLE, "think": _WHOLE, "rocketkv_mt": _FILTERED,
     "sparq": _NO_BOUNDS, "exact_topk": _NO_BOUNDS, "loopserve": _NO_BOUNDS, "loopserve_decode": _NO_BOUNDS,
     "loopserve_prefill": _NO_BOUNDS,
     "sablock": _TEXT, "sentencekv": _TEXT, "kvzip": "it reads a prompt twice",
@@ -53,7 +57,8 @@ class Settings:
     """mode:       of MODES
     method:     of METHODS
     budget:     tokens that each kv_head of each layer keeps of a prompt; rounded up to whole blocks; of the mode
-                `uneven` on average over the kv_heads of a layer; of the mode `read` tokens that a step reads
+                `uneven` on average over the kv_heads of a layer; of the mode `read` tokens that a step reads; of the
+                mode `compact_and_read` what the method shares out over both of its stages
     chunk:      of the mode `chunked`: tokens of the prompt between two choices
     parameters: the method's own, (name, value) pairs
     profile:    of `tangram`: the share of a prompt that each kv_head keeps, (layers of (kv_heads)); (): `budget` of all
@@ -79,8 +84,18 @@ class Settings:
 
     @property
     def reads(self):
-        """Whether the method chooses what steps read, and drops nothing."""
-        return self.method in READING
+        """Whether the method chooses what steps read."""
+        return self.method in READING | STAGED
+
+    @property
+    def drops(self):
+        """Whether the method drops a part of a prompt."""
+        return self.method not in READING
+
+    @property
+    def planned(self):
+        """Whether the length of a prompt decides about what stays and what steps read."""
+        return self.method in PLANNED
 
     @property
     def observes(self):
@@ -160,13 +175,22 @@ def _profile(value):
 
 
 def _mode_of(settings):
-    return "uneven" if settings.uneven else "read" if settings.reads else "compact"
+    return next(mode for mode in MODES if settings.method in OF_MODE[mode])
 
 
 def _figures(value):
     if value is not None and (not isinstance(value, str) or not value):
         raise refused("figures", repr(value), "the path of a file", "pass one, or leave it out")
     return value
+
+
+def _check_reading(settings):
+    """What vLLM's kernel cannot do."""
+    given = dict(settings.parameters)
+    if settings.reads and "newest" in given:
+        raise refused("newest", repr(given["newest"]), "none", "leave it out: a step reads the newest block in any case")
+    if settings.planned and given.get("unit", "page") != "page":
+        raise refused("unit", repr(given["unit"]), "'page'", "leave it out: vLLM's kernel reads whole blocks")
 
 
 def of_server(additional_config):
@@ -190,7 +214,8 @@ def of_server(additional_config):
         raise refused("profile", f"given beside {made.method}" + (" and a budget" if "budget" in given else ""),
                       f"one of {', '.join(PROFILED)} alone", "leave the budget out, which the profile says"
                       if made.method in PROFILED else "leave it out")
-    if made.budget < made.window:
+    _check_reading(made)
+    if made.budget < made.window and not made.planned:
         raise refused("budget", made.budget, f"at least the window, which is {made.window}",
                       "raise the budget or lower the window: the window's own tokens are always kept")
     return made

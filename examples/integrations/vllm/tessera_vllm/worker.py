@@ -8,7 +8,7 @@ import dataclasses
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from . import names, operators, plan, refusals, settings
+from . import names, operators, refusals, settings
 from .cpu import steps, uneven
 
 names.check()
@@ -52,7 +52,7 @@ class Requests:
         if known is None:
             params = request.sampling_params
             own = settings.for_request(self.asked, params.extra_args if params is not None else None)
-            known = self.schedules[request.req_id] = plan.schedule_of(own, request.num_prompt_tokens, block)
+            known = self.schedules[request.req_id] = self.operators.schedule(own, request.num_prompt_tokens, block)
         return known
 
     def of_layer(self, request_id, name):

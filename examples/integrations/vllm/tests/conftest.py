@@ -2,6 +2,7 @@
 import contextlib
 import gc
 import json
+import math
 import os
 import pathlib
 import random
@@ -42,7 +43,14 @@ def reference(model):
 
 def asking(mode, **more):
     """A server's settings."""
-    return {"mode": mode, "method": {"uneven": "ada_snapkv", "read": "quest"}.get(mode, "snapkv"), **more}
+    method = {"uneven": "ada_snapkv", "read": "quest", "compact_and_read": "rocketkv"}.get(mode, "snapkv")
+    return {"mode": mode, "method": method, **more}
+
+
+def kept_of(prompt, budget, max_new=128):
+    """What RocketKV's first stage keeps of a long prompt, by its paper's section 3.6."""
+    size, ratio = prompt + max_new, (prompt + max_new) / budget
+    return math.floor(size / ratio ** min(0.2 + 0.06 * math.log2(ratio), 0.8)) - max_new
 
 
 def document(tokenizer, tokens, number, asked=None):

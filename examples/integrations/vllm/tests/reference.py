@@ -11,7 +11,7 @@ import pathlib
 import safetensors.torch
 import torch
 import transformers
-from tessera_vllm import operators, plan
+from tessera_vllm import operators
 
 
 class Reference:
@@ -47,16 +47,30 @@ class Reference:
             out.append(torch.einsum("gts,sd->tgd", logits.masked_fill(hidden, float("-inf")).softmax(-1), v[head]))
         return torch.stack(out, 1).reshape(tokens, -1)
 
+    def _estimate(self, q, low, high, channels):
+        """Scores of blocks by their smallest and largest keys [blocks, dim]. q [group, dim].
+
+        Of Quest: the largest product that a key between them could have, summed over the group. Of RocketKV, by so
+        many channels: attention of each head to keys that have in every channel the larger value where the group's
+        queries are above 0 in sum, else the smaller one; the mean over the group.
+        """
+        if not channels:
+            return torch.maximum(q[:, None] * low, q[:, None] * high).sum((0, 2))
+        best = q.abs().sum(0).topk(channels).indices
+        keys, some = torch.where(q.sum(0) > 0, high, low)[:, best], q[:, best]
+        scale = (self.dim * some.abs().sum(1) / q.abs().sum(1)).rsqrt()
+        return (some @ keys.T * scale[:, None]).softmax(-1).mean(0)
+
     def _read(self, q, k, v, schedule):
-        """The rows that a token reads by Quest's definition, in double: of every block the largest product that a key
-        between its extremes could have, summed over the group. q [1, q_heads, dim]; k and v as in _attend."""
+        """The rows that a token reads by the methods' definitions, in double: those of the best blocks, and the newest.
+        q [1, q_heads, dim]; k and v as in _attend."""
         q, rows = q.double().view(self.kv_heads, -1, self.dim), []
         for head in range(self.kv_heads):
-            blocks = k[head].double().split(schedule.block)[:-1]
-            bounds = [torch.maximum(q[head] * keys.amin(0), q[head] * keys.amax(0)).sum() for keys in blocks]
-            best = torch.stack(bounds).topk(schedule.read_blocks - 1).indices
-            chosen = torch.zeros(len(blocks) + 1, dtype=torch.bool).index_fill_(0, best, True)
-            chosen[-1] = True
+            full = (k[head].size(0) - 1) // schedule.block
+            blocks = k[head][:full * schedule.block].double().view(full, schedule.block, self.dim)
+            scores = self._estimate(q[head], blocks.amin(1), blocks.amax(1), schedule.channels)
+            chosen = torch.zeros(full + 1, dtype=torch.bool)
+            chosen[scores.topk(schedule.read_blocks - 1).indices] = chosen[-1] = True
             rows.append(chosen.repeat_interleave(schedule.block)[:k[head].size(0)])
         return [keys[own] for keys, own in zip(k, rows)], [values[own] for values, own in zip(v, rows)]
 
@@ -160,5 +174,5 @@ class ReferenceModel:
 def expected(reference, model, own, prompts, new, block):
     """Tokens of the reference. own: settings.Settings."""
     known = operators.Operators(own, ReferenceModel(reference, model, block))
-    known = known.reading(0.0, 0.0, block) if own.reads else known.pages()
-    return [reference.generate(prompt, new, plan.schedule_of(own, len(prompt), block), known) for prompt in prompts]
+    return [reference.generate(prompt, new, known.schedule(own, len(prompt), block), known.pages())
+            for prompt in prompts]

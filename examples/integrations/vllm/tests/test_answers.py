@@ -24,7 +24,7 @@ def of_vllm(engine, mixed):
         return own.tokens(mixed, new=12)
 
 
-@pytest.mark.parametrize("mode", ["compact", "chunked", "uneven", "read"])
+@pytest.mark.parametrize("mode", [mode for mode in settings.MODES if mode != "off"])
 def test_a_full_budget_gives_vllms_own_tokens(engine, mixed, of_vllm, mode):
     with engine(asking(mode, budget=4096), max_num_seqs=64) as ours:
         assert ours.tokens(mixed, new=12) == of_vllm

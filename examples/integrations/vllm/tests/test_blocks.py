@@ -1,7 +1,7 @@
 """What requests hold, free and share; and that nothing which is free is read."""
 import pytest
 import torch
-from conftest import BLOCK, asking, document
+from conftest import BLOCK, asking, document, kept_of
 from tessera_vllm import plan
 
 LENGTHS = (2048, 2600, 3299, 4000)
@@ -58,7 +58,7 @@ def spoil_unread(ours, cache, index, name, kept):
     return len(unread)
 
 
-@pytest.mark.parametrize("mode", ["compact", "chunked", "uneven"])
+@pytest.mark.parametrize("mode", ["compact", "chunked", "uneven", "compact_and_read"])
 def test_freed_blocks_of_nan_change_nothing(engine, prompts, mode):
     with engine(asking(mode, budget=256)) as ours:
         wanted = ours.tokens(prompts, new=24)
@@ -103,7 +103,7 @@ def cached(outputs):
     return [output.num_cached_tokens for output in outputs]
 
 
-@pytest.mark.parametrize("mode", ["compact", "chunked", "uneven"])
+@pytest.mark.parametrize("mode", ["compact", "chunked", "uneven", "compact_and_read"])
 def test_a_second_question_hits_what_was_not_overwritten(engine, tokenizer, prompts, mode):
     asked = [document(tokenizer, length, number)[0] for number, length in enumerate(LENGTHS)]
     others = [document(tokenizer, length, number, asked="bold anchor")[0] for number, length in enumerate(LENGTHS)]
@@ -114,7 +114,10 @@ def test_a_second_question_hits_what_was_not_overwritten(engine, tokenizer, prom
     with engine(asking(mode, budget=256), enable_prefix_caching=True, **options) as ours:
         first, again, second = ours.run(asked), ours.run(asked), ours.run(others)
         assert cached(first) == [0, 0, 0, 0]
-        most = [len(prompt) // BLOCK * BLOCK - 256 if mode != "chunked" else 1024 - 256 for prompt in asked]
+        kept = [plan.blocks_for(kept_of(len(prompt), 256), BLOCK) * BLOCK if mode == "compact_and_read" else 256
+                for prompt in asked]
+        most = [(1024 if mode == "chunked" else len(prompt) // BLOCK * BLOCK) - stays
+                for prompt, stays in zip(asked, kept)]
         assert cached(again) == most
         common = [sum(1 for _ in iter_common(a, b)) // BLOCK * BLOCK for a, b in zip(asked, others)]
         assert cached(second) == [min(have, hit) for have, hit in zip(common, most)]
@@ -148,15 +151,17 @@ def test_requests_of_other_budgets_share_prefixes_and_overwrite_nothing_of_each_
 
 
 @pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("mode", ["compact", "chunked", "uneven", "read"])
+@pytest.mark.parametrize("mode", ["compact", "chunked", "uneven", "read", "compact_and_read"])
 def test_preempted_requests_give_the_same_tokens_as_with_room(engine, tokenizer, mode, caching):
     asked = [document(tokenizer, length, number)[0] for number, length in enumerate((1000, 1100, 1030, 1060))]
-    asked_of = asking(mode, budget=768 if mode != "read" else 96, chunk=896)
+    # A budget, and a pool that has room for four prompts which come one after the other, but not for their answers.
+    budget, pool = {"read": (96, 118), "compact_and_read": (320, 106)}.get(mode, (768, 118))
+    asked_of = asking(mode, budget=budget, chunk=896)
     options = {"max_model_len": 2048, "enable_prefix_caching": caching, "dtype": "float32"}
     with engine(asked_of, **options) as roomy:
         wanted = roomy.tokens(asked, new=200)
         assert roomy.preemptions == 0
-    with engine(asked_of, num_gpu_blocks_override=118, **options) as ours:
+    with engine(asked_of, num_gpu_blocks_override=pool, **options) as ours:
         assert ours.tokens(asked, new=200) == wanted
         assert ours.preemptions > 0
         assert ours.held() == 0 and nothing_left(ours)

@@ -1,5 +1,6 @@
 """Arithmetic of schedules, without vLLM: against a walk over tokens one by one. A part of the repository's own
 tests."""
+import collections
 import pathlib
 import random
 import sys
@@ -10,6 +11,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from tessera_vllm import plan, settings  # noqa: E402
 
 BEHIND = 200  # tokens behind a prompt that are looked at
+Stages = collections.namedtuple("Stages", "kept read channels")  # as the operators say them
 
 
 def walked(schedule):
@@ -127,6 +129,23 @@ class Schedules(unittest.TestCase):
                 whole = position < first
                 assert read == position + 1 if whole else 64 < read <= 96 and (read - position - 1) % 32 == 0
 
+    def test_a_plan_says_what_stays_and_what_steps_read_of_it(self):
+        server = settings.of_server({"tessera": {"mode": "compact_and_read", "method": "rocketkv", "budget": 64}})
+        draw = random.Random(6)
+        for _ in range(200):
+            prompt, kept, read = draw.randrange(1, 900), draw.randrange(32, 500), draw.randrange(8, 100)
+            schedule = plan.schedule_of(server, prompt, 16, Stages(min(prompt, kept), read, 9))
+            kept, chosen = plan.blocks_for(min(prompt, kept), 16), plan.blocks_for(read, 16)
+            dropped = max(0, prompt // 16 - kept)
+            assert schedule.dropped(prompt - 1) == 0 and schedule.dropped(prompt + BEHIND) == dropped
+            assert schedule.channels == 9 and schedule.window == 32
+            assert schedule.shared_blocks() == (dropped or schedule.first_reading(0) // 16)
+            for position in range(prompt, prompt + BEHIND):
+                stored = position + 1 - 16 * dropped
+                whole = (stored - 1) // 16 <= chosen  # the newest block, and as many as are chosen
+                assert (position < schedule.first_reading(prompt)) == whole
+                assert schedule.tokens_read(position) == (stored if whole else 16 * chosen + (stored - 1) % 16 + 1)
+
     def test_a_window_always_fits_what_is_kept(self):
         own = settings.for_request(settings.Settings(budget=256), {"tessera": {"budget": 1}})
         assert plan.schedule_of(own, 1000, 16).kept_blocks == 2  # the window's 32 tokens
@@ -134,12 +153,17 @@ class Schedules(unittest.TestCase):
     def test_a_servers_wrong_setting_is_refused_in_a_sentence(self):
         for given, said in [
             ("snapkv", "is 'snapkv'; expected a dict"), ({"modus": "compact"}, "is 'modus'; expected budget, chunk"),
-            ({"mode": "write"}, "mode is 'write'; expected chunked, compact, off, read, uneven"),
+            ({"mode": "write"}, "mode is 'write'; expected chunked, compact, compact_and_read, off, read, uneven"),
             ({"mode": 3}, "mode is 3"),
-            ({"mode": "read"}, "method is 'snapkv' in the mode 'read'; expected quest; take one of these, or the mode "
-                               "'compact'"),
-            ({"method": "hsa"}, "its steps read single tokens"), ({"method": "sparq"}, "smallest and largest keys"),
-            ({"method": "rocketkv"}, "by each prompt's length"),
+            ({"mode": "read"}, "method is 'snapkv' in the mode 'read'; expected hsa, quest; take one of these, or the "
+                               "mode 'compact'"),
+            ({"method": "rocketkv_mt"}, "single tokens that a prompt's end has chosen"),
+            ({"method": "sparq"}, "smallest and largest keys"),
+            ({"method": "rocketkv"}, "method is 'rocketkv' in the mode 'compact'; expected chunkkv, criticalkv"),
+            ({"method": "rocketkv", "mode": "read"}, "take one of these, or the mode 'compact_and_read'"),
+            ({"method": "quest", "mode": "read", "parameters": {"newest": 1}},
+             "newest is 1; expected none; leave it out: a step reads the newest block in any case"),
+            ({"method": "hsa", "mode": "read", "parameters": {"unit": "token"}}, "unit is 'token'; expected 'page'"),
             ({"method": "kvzip"}, "method is 'kvzip'; expected ada_snapkv, chunkkv"),
             ({"method": "pyramidkv"}, "gives layers unequal numbers of tokens"),
             ({"method": "ada_snapkv"}, "method is 'ada_snapkv' in the mode 'compact'; expected chunkkv, criticalkv"),

@@ -76,6 +76,7 @@ def test_an_engine_without_settings_is_vllms_own_also_behind_one_that_had_them(e
 
 BUDGET = {"tessera": {"budget": 256}}
 READ = {"mode": "read", "method": "quest"}
+STAGED = {"mode": "compact_and_read", "method": "rocketkv"}
 
 
 @pytest.mark.parametrize("options, said", [
@@ -87,9 +88,12 @@ READ = {"mode": "read", "method": "quest"}
     ({**CLASSES, "additional_config": {"tessera": {**READ, "parameters": {"page": 48}}}},
      "tessera: page is 48; expected 32, the block of vLLM"),
     ({**CLASSES, "additional_config": {"tessera": {**READ, "parameters": {"newest": 0}}}},
-     "tessera: newest is 0; expected 1 to 32, the block of vLLM"),
+     "tessera: newest is 0; expected none; leave it out"),
     ({**CLASSES, "additional_config": {"tessera": {**READ, "method": "rocketkv"}}},
-     "tessera: method is 'rocketkv'; expected"),
+     "tessera: method is 'rocketkv' in the mode 'read'; expected hsa, quest"),
+    ({**CLASSES, "additional_config": {"tessera": {**STAGED, "budget": 15}}}, "budget is 15; expected 16 to"),
+    ({**CLASSES, "additional_config": {"tessera": {**STAGED, "parameters": {"max_new": 8}}}},
+     "max_new is 8; expected a number that leaves room for the window of 32 tokens"),
     ({**CLASSES, "additional_config": {"tessera": {"method": "ada_snapkv"}}},
      "tessera: method is 'ada_snapkv' in the mode 'compact'"),
     ({**CLASSES, "additional_config": {"tessera": {"parameters": {"windw": 3}}}},

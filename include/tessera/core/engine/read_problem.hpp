@@ -59,6 +59,8 @@ struct choose_by_blocks_problem {
   block_extrema_view<const T, View::k_dim> index{};
   index_t read = 0;                         ///< tokens that a step attends of each kv_head
   const index_t* reads = nullptr;           ///< [sequences], in place of `read`: 1 to `read`; null: `read`
+  const index_t* channels = nullptr;        ///< [sequences], of a key that an estimate reads, 1 to k_dim, in place of
+                                            ///< the scorer's; null: the scorer's
   rows_view<const T> q{};                   ///< [sequences, tokens, q_heads, k_dim], whose keys are stored already
   const index_t* first_position = nullptr;  ///< [sequences], of the step's first token
   logit_rule rule{};

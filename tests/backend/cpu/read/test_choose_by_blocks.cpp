@@ -55,12 +55,14 @@ index_blocks_problem<typename block_engine<T, D>::view_type> indexing(const bloc
 
 template <class T, int D, class Scorer, class Selector>
 chosen_rows<T, D> choose(const block_engine<T, D>& engine, std::vector<T>& memory, const Scorer& scorer,
-                         const Selector& selector, index_t read, const index_t* reads = nullptr) {
+                         const Selector& selector, index_t read, const index_t* reads = nullptr,
+                         const index_t* channels = nullptr) {
   choose_by_blocks_problem<typename block_engine<T, D>::view_type> p;
   p.view = engine.view(engine.host());
   p.index = index_of(engine, memory, scorer.page);
   p.read = read;
   p.reads = reads;
+  p.channels = channels;
   p.q = engine.queries(engine.host());
   p.first_position = engine.first.data();
   p.rule = engine.rule;
@@ -257,6 +259,23 @@ TEST_CASE("a choice by block is that by row: pages and tokens, all channels and 
   }
 }
 
+TEST_CASE("sequences of one call choose by plans of their own") {
+  support::rng random(307);
+  for (index_t i = 0; i < support::scaled(60); ++i) {
+    const auto engine = random_engine<fp32, 64>(random);
+    auto memory = filled<fp32>(engine.index_elements(4), 0xff);
+    cpu::index_blocks(indexing(engine, memory, 4), workers());
+    std::vector<index_t> reads(engine.lengths.size()), channels(reads.size());
+    for (index_t& own : reads) own = random.between(1, 300);
+    for (index_t& own : channels) own = random.between(1, 64);
+    const auto all = choose(engine, memory, hybrid_min_max{4, 7}, top_pages{4}, 300, reads.data(), channels.data());
+    for (index_t row = 0; row < engine.rows(); ++row) {
+      const auto b = std::size_t(row / engine.kv_heads);
+      REQUIRE(all.row(row) == choose(engine, memory, hybrid_min_max{4, channels[b]}, top_pages{4}, reads[b]).row(row));
+    }
+  }
+}
+
 TEST_CASE("attention over what is chosen reads an engine's blocks, slots of every kv_head") {
   support::rng random(306);
   for (index_t i = 0; i < support::scaled(80); ++i) {
@@ -354,7 +373,7 @@ TEST_CASE("what does not fit an engine's blocks is refused in a sentence") {
   support::rng random(308);
   auto engine = support::random_engine<fp32, 64>(random, block_layout::nhd, 16, 100, block_keys::normal);
   engine.lengths[0] = std::max(engine.lengths[0], 1);
-  if (engine.table[0] < 0) engine.table[0] = 0;
+  engine.table[0] = std::max(engine.table[0], 0);
   auto memory = filled<fp32>(engine.index_elements(8), 0xff);
   auto p = indexing(engine, memory, 8);
   p.index.page = 5;
@@ -376,4 +395,6 @@ TEST_CASE("what does not fit an engine's blocks is refused in a sentence") {
   const std::vector<index_t> too_many(std::size_t(engine.sequences), 9);
   CHECK_THROWS_WITH(choose(engine, memory, page_min_max{8, 64}, top_pages{8}, 8, too_many.data()),
                     contains("tokens to read of sequence 0 is 9; expected 1 to 8"));
+  CHECK_THROWS_WITH(choose(engine, memory, page_min_max{8, 64}, top_pages{8}, 8, nullptr, negative.data()),
+                    contains("channels of sequence 0 is -1; expected 1 to 64"));
 }

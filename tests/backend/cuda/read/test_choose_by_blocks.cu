@@ -159,11 +159,15 @@ void chooses_the_oracles(std::uint64_t seed, int times, index_t longest) {
     buffer<unsigned char> workspace(choose.workspace_bytes());
     out.fill(0xee), counts.fill(0xee), workspace.fill(0xff);
     auto p = device.choosing(read, out, counts, stride);
-    std::vector<index_t> reads;
-    for (index_t b = 0; b < engine.sequences; ++b) reads.push_back(random.between(1, read));
-    const buffer<index_t> reads_at(reads);
-    const bool apart = random.chance(0.3);
+    std::vector<index_t> reads, channels;
+    for (index_t b = 0; b < engine.sequences; ++b) {
+      reads.push_back(random.between(1, read));
+      channels.push_back(Scorer::normalised ? random.between(1, D) : D);
+    }
+    const buffer<index_t> reads_at(reads), channels_at(channels);
+    const bool apart = random.chance(0.3), planned = random.chance(0.3);
     if (apart) p.reads = reads_at.data;
+    if (planned) p.channels = channels_at.data;
     cuda::index_blocks(device.indexing(0), nullptr);
     choose.run(p, workspace.data, nullptr);
     const auto got = out.get(), count = counts.get();
@@ -183,7 +187,8 @@ void chooses_the_oracles(std::uint64_t seed, int times, index_t longest) {
         for (index_t slot = 0; slot < n; ++slot) REQUIRE(chosen[std::size_t(slot)] == slot);
         continue;
       }
-      const auto expected = engine.expected(b, h, {estimate_of<Scorer>, scorer.page, scorer.channels});
+      const auto expected = engine.expected(
+          b, h, {estimate_of<Scorer>, scorer.page, planned ? channels[std::size_t(b)] : scorer.channels});
       const auto want = unit == selection_unit::token ? oracle::top_tokens(expected.scores, std::min(tail, keep), keep)
                                                       : oracle::top_pages(expected.scores, tail, keep, scorer.page);
       const auto verdict =

@@ -214,6 +214,37 @@ def test_methods_that_choose_tokens_by_pages(device, dtype, method, more):
                 assert (out[b, :, head] - want).abs().max() < tolerance(device, dtype)
 
 
+@pytest.mark.parametrize("device, dtype", PLACES, ids=str)
+def test_requests_of_one_call_have_plans_of_their_own(device, dtype):
+    """Three prompts and three budgets of RocketKV in one batch: what stays, and what steps read, is what each has alone."""
+    more, prompts, budgets = {"page": 8, "max_new": 16, "newest": 0}, [250, 60, 300], [64, 32, 16]
+    engine, pages = engine_of(device, dtype), operations(device, dtype, "rocketkv", 64, **more)
+    engine.append(pages, prompts)
+    plans = [pages.plan(prompt, budget) for prompt, budget in zip(prompts, budgets)]
+    alone = [operations(device, dtype, "rocketkv", budget, prompt=prompt, window=16, **more)
+             for prompt, budget in zip(prompts, budgets)]
+    assert plans == [one.plan(prompt) for one, prompt in zip(alone, prompts)]
+    assert [one.page for one in plans] == [8] * 3 and [one.read for one in plans] == [32, 16, 8]
+    assert len({one.channels for one in plans}) == 3 or len({one.kept for one in plans}) == 3
+    pages = operations(device, dtype, "rocketkv", 64, window=16, **more)
+    first, numbers = [prompt - 16 for prompt in prompts], engine.numbers
+    channels = [64, 9, 31]  # of a plan in which keys are estimated by fewer of them
+    layer, newest = engine.layers[0], numbers([prompt - 1 for prompt in prompts])
+    q, step = engine.rows(engine.q, 0, first, [16] * 3), engine.rows(engine.q, 0, newest.tolist(), [1] * 3)
+    kept = pages.choose(0, layer, q, numbers(first), budgets=numbers([one.kept for one in plans]))
+    index = pages.empty_index(layer)
+    pages.index_pages(layer, index)
+    read = pages.choose_to_read(0, layer, index, step, newest, numbers([one.read for one in plans]), numbers(channels))
+    for b, one in enumerate(alone):
+        few = operations(device, dtype, "rocketkv", budgets[b], prompt=prompts[b], channels=channels[b], **more)
+        for (slots, counts), (want, want_counts) in [
+                (kept, one.choose(0, layer, q, numbers(first))), (read, few.choose_to_read(0, layer, index, step, newest))]:
+            assert torch.equal(counts[b], want_counts[b])
+            for h in range(KV_HEADS):
+                assert torch.equal(slots[b, h, :int(counts[b, h])], want[b, h, :int(counts[b, h])])
+        assert kept[1][b].tolist() == [plans[b].kept] * KV_HEADS and read[1][b].tolist() == [plans[b].read] * KV_HEADS
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("order", ["nhd", "hnd"])
 def test_a_cuda_graph_of_a_step_follows_tables_and_lengths(order):
@@ -278,6 +309,12 @@ def test_what_cannot_be_read_by_pages_is_said():
         quest.choose_to_read(0, layer, index, q.expand(3, 9, Q_HEADS, DIM), newest)
     with pytest.raises(ValueError, match="^tokens to read of sequence 1 is 65; expected 1 to 64; "):
         quest.choose_to_read(0, layer, index, q, newest, reads=engine.numbers([1, 65, 1]))
+    with pytest.raises(ValueError, match="^channels of sequence 2 is 65; expected 1 to 64; "):
+        quest.choose_to_read(0, layer, index, q, newest, channels=engine.numbers([1, 64, 65]))
+    with pytest.raises(ValueError, match="^budget is 15; expected 16 to "):
+        quest.plan(100, 15)
+    with pytest.raises(ValueError, match="^max_new is 8; expected a number that leaves room for the window of 32 tokens: with a prompt of 40 "):
+        operations("cpu", torch.float32, "rocketkv", BUDGET, max_new=8).plan(40, 16)
     with pytest.raises(ValueError, match="^first new slot of sequence 2 is -1; expected at least 0; "):
         quest.index_pages(layer, index, engine.numbers([0, 0, -1]))
     with pytest.raises(ValueError, match="^positions is None; expected a position of every slot; "):

@@ -59,19 +59,19 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
         known = self.worker.rows(common_attn_metadata.num_reqs) if self.worker is not None else None
         if known is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if self.worker.requests.asked.reads:
-            step = reading.Step(self.worker.requests, common_attn_metadata, known, self)
-            metadata = super().build(common_prefix_len, common_attn_metadata.replace(
-                seq_lens=step.lengths, max_seq_len=int(step.lengths.max())), fast_build)
-            metadata.virtual_step = step
-            return metadata
         skipped, observed, kept = self._rows(common_attn_metadata, known)
         if any(skipped):
             common_attn_metadata = self._without(common_attn_metadata, skipped, kept)
+        step, rows = None, list(kept.values())
+        if self.worker.requests.asked.reads:
+            step = reading.Step(self.worker.requests, common_attn_metadata, known, skipped, self)
+            common_attn_metadata = common_attn_metadata.replace(seq_lens=step.lengths,
+                                                                max_seq_len=int(step.lengths.max()))
+        elif rows:
+            step = uneven.Step(rows, self.worker.requests.tables_of(rows, self.block_size), self,
+                               alone=len(rows) == len(known))
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        rows = list(kept.values())
-        metadata.virtual_step = None if not rows else uneven.Step(
-            rows, self.worker.requests.tables_of(rows, self.block_size), self, alone=len(rows) == len(known))
+        metadata.virtual_step = step
         metadata.observed_step, metadata.observed_rows = self._observed_step(observed)
         return metadata
 
@@ -163,6 +163,13 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
     def operations_of_reading(self, reads):
         return self.requests.operators.reading(self.scale, float(self.logits_soft_cap), reads)
 
+    def index_of(self, layer, kv_cache):
+        """A layer's index; a new one where the engine has taken other memory for its cache."""
+        indices, name = self.requests.indices, layer.layer_name
+        if name not in indices or indices[name].address != kv_cache.data_ptr():
+            indices[name] = reading.Index(self._operations(), kv_cache)
+        return indices[name]
+
     def _observe_step(self, layer, query, kv_cache, step):
         requests, operations = self.requests, self._operations()
         index, batch = requests.layers[layer.layer_name], self.requests.batch
@@ -217,6 +224,8 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
                     index, stored, operations, newest, schedule)
             else:
                 stored.compact(operations, index, newest, schedule.kept_blocks, seen.statistics)
+            if schedule.read_blocks:
+                self.index_of(layer, kv_cache).renew(stored)
             requests.compactions += index == 0
         if schedule.next_compaction(one.end) is None:
             seen.positions = seen.scores = seen.statistics = None

@@ -1,13 +1,15 @@
-"""The mode `read`: nothing is dropped, and a token behind a prompt reads the blocks that it chooses by an index.
+"""Steps that read a part of what is stored: the modes `read` and `compact_and_read`.
 
 The index has the smallest and the largest keys of every block, by the block's number, for each kv_head. A block is
 indexed in the step that fills it, whoever fills it: a prompt's chunk, a decoded token, a request that comes again. So
-blocks that another request finds in the prefix cache are indexed already. The newest block is always read, so that it
-needs no index until it is full.
+blocks that another request finds in the prefix cache are indexed already. Where a prompt is compacted, the blocks that
+get what is kept are indexed anew. The newest block is read in any case; it is no candidate, and needs no index.
 
 Every (token, kv_head) is a sequence of one head for vLLM's kernel: its table has the virtual pages of the chosen
 blocks and, last, of the newest block. A request that was preempted computes its answer's tokens in one step; each of
 them is such a sequence, and so reads what it had read before.
+
+Tables here begin with the first block that is stored, and numbers of tokens are without those that were dropped.
 """
 import torch
 
@@ -19,19 +21,22 @@ class Index:
     """Of one layer. pages: k and v, as layout.pages has them; keys: the index, as PageOperations.empty_index has it"""
 
     def __init__(self, operations, kv_cache):
-        self.address, self.pages = kv_cache.data_ptr(), layout.pages(kv_cache)
-        self.keys = operations.empty_index(package().PagedLayer(*self.pages, None, None))
-
-    @classmethod
-    def of(cls, indices, name, operations, kv_cache):
-        """A layer's index; a new one where the engine has taken other memory for its cache."""
-        known = indices.get(name)
-        if known is None or known.address != kv_cache.data_ptr():
-            known = indices[name] = cls(operations, kv_cache)
-        return known
+        self.operations, self.address, self.pages = operations, kv_cache.data_ptr(), layout.pages(kv_cache)
+        self.keys = operations.empty_index(self.layer(None, None))
 
     def layer(self, tables, lengths):
         return package().PagedLayer(*self.pages, tables, lengths)
+
+    def fill(self, filled):
+        self.operations.index_pages(self.layer(filled.tables, filled.lengths), self.keys, filled.first,
+                                    filled.max_tokens)
+
+    def renew(self, stored):
+        """Rows of a request have moved. stored: layout.RequestLayer behind `compact`."""
+        full = stored.tokens // stored.block * stored.block
+        self.operations.index_pages(
+            self.layer(stored.paged.tables, torch.full_like(stored.paged.lengths, full)), self.keys,
+            torch.tensor([stored.begin], dtype=torch.int32), full - stored.begin)
 
 
 class Filled:
@@ -49,22 +54,26 @@ class Filled:
 class Reading:
     """The tokens of a step that read a part.
 
-    tables [tokens, blocks], stored [tokens, kv_heads], positions [tokens]; reads [tokens]: how many tokens it may read;
-    lengths [tokens * kv_heads]: how many the kernel attends; tokens: their rows in the step's queries
+    tables [tokens, blocks]; slots [tokens]: of the tokens; candidates [tokens, kv_heads]: stored tokens in front of
+    the newest block; newest [tokens, kv_heads, 1]: the column of that block; reads [tokens]: how many tokens each
+    chooses; last [tokens, kv_heads, 1]: how many blocks; channels [tokens]: by which, or None; lengths [tokens *
+    kv_heads]: how many tokens the kernel attends; tokens: their rows in the step's queries
     """
 
     def __init__(self, tokens, table, builder):
-        """tokens: (row, query of the step's, position, schedule)"""
-        rows, queries, positions, schedules = zip(*tokens)
+        """tokens: (row, query of the step's, slot, schedule)"""
+        rows, queries, slots, schedules = zip(*tokens)
         heads, block = builder.num_kv_heads, builder.block_size
         number = lambda values: torch.tensor(values, dtype=torch.int32)
-        blocks = max(positions) // block + 1
-        self.tables, self.positions = table[torch.tensor(rows), :blocks].contiguous(), number(positions)
-        self.stored = (self.positions + 1)[:, None].expand(-1, heads).contiguous()
-        reads = [schedule.read_blocks * block for schedule in schedules]
-        self.reads, self.max_reads = number(reads), max(reads)
-        self.lengths = number([schedule.tokens_read(position) for position, schedule in zip(positions, schedules)])
-        self.lengths = self.lengths.repeat_interleave(heads)
+        of_heads = lambda values: values[:, None].expand(-1, heads).contiguous()
+        self.slots, blocks = number(slots), [schedule.read_blocks - 1 for schedule in schedules]
+        newest = self.slots // block
+        self.tables = table[torch.tensor(rows), :int(newest.max()) + 1].contiguous()
+        self.candidates, self.newest = of_heads(newest * block), of_heads(newest)[..., None].long()
+        self.reads, self.max_blocks = number(blocks) * block, max(blocks)
+        self.last = of_heads(number(blocks))[..., None].long()
+        self.channels = number([schedule.channels for schedule in schedules]) if schedules[0].channels else None
+        self.lengths = (self.reads + self.slots % block + 1).repeat_interleave(heads)
         self.queries = virtual.Queries([(query, 1) for query in queries], heads)
         together = queries[-1] - queries[0] + 1 == len(queries)
         self.tokens = slice(queries[0], queries[-1] + 1) if together else torch.tensor(queries)
@@ -74,9 +83,10 @@ class Reading:
 
     def pages(self, slots):
         """Tables of the kernel [tokens * kv_heads, pages], from slots [tokens, kv_heads, slots]."""
-        # Chosen slots are those of whole blocks, in order; only the last, the newest, is partly filled.
-        columns = slots[:, :, :self.max_reads:self.block].long().clamp_(min=0)
-        return self.head_tables.gather(2, columns.floor_divide_(self.block)).flatten(0, 1)
+        # Chosen slots are those of whole blocks, in order.
+        columns = slots[:, :, :self.max_blocks * self.block:self.block].long().clamp_(min=0).floor_divide_(self.block)
+        columns = torch.nn.functional.pad(columns, (0, 1)).scatter_(2, self.last, self.newest)
+        return self.head_tables.gather(2, columns).flatten(0, 1)
 
 
 class Step:
@@ -85,8 +95,9 @@ class Step:
     lengths: of the step's rows for vLLM's own path: rows that are read by choice have their own tokens alone
     """
 
-    def __init__(self, requests, metadata, known, builder):
-        """requests: worker.Requests; known: the runner's requests, by row"""
+    def __init__(self, requests, metadata, known, skipped, builder):
+        """requests: worker.Requests; known: the runner's requests, and skipped: the blocks that each has given up, by
+        row"""
         block, table = builder.block_size, metadata.block_table_tensor
         begins, ends = metadata.query_start_loc_cpu.tolist(), metadata.seq_lens.tolist()
         starts = [end - (after - begin) for end, begin, after in zip(ends, begins, begins[1:])]
@@ -95,10 +106,9 @@ class Step:
             if filled else None
         self.lengths, tokens, apart = metadata.seq_lens.clone(), [], 0
         for row, request in enumerate(known):
-            schedule, start = requests.schedule(request, block), starts[row]
-            first = schedule.first_reading(start) if schedule.read_blocks else ends[row]
-            tokens += [(row, begins[row] + position - start, position, schedule)
-                       for position in range(first, ends[row])]
+            schedule, start, gone = requests.schedule(request, block), starts[row], skipped[row] * block
+            first = schedule.first_reading(start + gone) - gone if schedule.read_blocks else ends[row]
+            tokens += [(row, begins[row] + slot - start, slot, schedule) for slot in range(first, ends[row])]
             if first == start:
                 self.lengths[row] = ends[row] - start
                 apart += 1
@@ -110,15 +120,14 @@ class Step:
         reading = self.reading
         if reading is None and self.filled is None:
             return
-        operations = attention.operations_of_reading(1 if reading is None else reading.max_reads)
-        index = Index.of(attention.requests.indices, layer.layer_name, operations, kv_cache)
+        index = attention.index_of(layer, kv_cache)
         if self.filled is not None:
-            operations.index_pages(index.layer(self.filled.tables, self.filled.lengths), index.keys, self.filled.first,
-                                   self.filled.max_tokens)
+            index.fill(self.filled)
         if reading is None:
             return
         by_head = query.view(-1, attention.num_heads, attention.head_size)
-        slots, _ = operations.choose_to_read(number, index.layer(reading.tables, reading.stored), index.keys,
-                                             by_head[reading.tokens][:, None], reading.positions, reading.reads)
+        slots, _ = attention.operations_of_reading(reading.max_blocks * reading.block).choose_to_read(
+            number, index.layer(reading.tables, reading.candidates), index.keys, by_head[reading.tokens][:, None],
+            reading.slots, reading.reads, reading.channels)
         virtual.attend(attention, layer, reading.queries, reading.pages(slots), reading.lengths, reading.plan, query,
                        kv_cache, output)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <tessera/core/engine/page_pool.hpp>
 #include <tessera/core/prompt/query_statistics.hpp>
 #include <tessera/core/selection.hpp>
@@ -74,11 +75,20 @@ struct index_memory {
   offset_t side = 0;
 };
 
-/// What a step chooses by. `reads` [sequences]: tokens that it attends, in place of the method's number; null: that.
+/// What a step chooses by. Each pointer [sequences], or null: the method's numbers.
 struct step_queries {
   tensor_rows q;
   const index_t* first_position = nullptr;
-  const index_t* reads = nullptr;
+  const index_t* reads = nullptr;     ///< tokens that it attends
+  const index_t* channels = nullptr;  ///< channels of a key that its estimate reads
+};
+
+/// What a budget leaves to each stage behind a prompt of one length.
+struct planned_stages {
+  index_t kept = 0;      ///< tokens that the first stage keeps of each kv_head, at most the prompt
+  index_t read = 0;      ///< tokens that a step attends
+  index_t page = 0;      ///< tokens that are estimated together
+  index_t channels = 0;  ///< channels of a key that an estimate reads
 };
 
 /// Which pages of a batch nobody needs, as tessera::free_pages_problem has it.
@@ -123,6 +133,9 @@ class any_pages {
   /// lengths become the counts.
   virtual void pack(const paged_layer& in, const chosen_slots& chosen, const index_t* ends,
                     const scratch_memory& scratch, void* stream) = 0;
+  /// The stages of a method whose steps choose by an index, behind a prompt of so many tokens; `budget` in place of the
+  /// method's.
+  virtual planned_stages plan(index_t prompt, const std::optional<index_t>& budget) const = 0;
   /// Tokens of a page of the index by which steps choose what they read.
   /// Errors   a method whose steps choose in another way, or whose page the budget decides.
   virtual index_t index_page() const = 0;

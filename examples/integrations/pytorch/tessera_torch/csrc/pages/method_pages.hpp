@@ -36,6 +36,13 @@ constexpr bool goes_by_newest() {
   return false;
 }
 
+/// Whether each head keeps a share of its own of a prompt, so that no number says what all of them keep.
+template <class Retain>
+constexpr bool by_shares() {
+  if constexpr (requires { typename Retain::budget_type; }) return tessera::share_budget<typename Retain::budget_type>;
+  return false;
+}
+
 }  // namespace detail
 
 template <class Recipe>
@@ -59,6 +66,7 @@ class method_pages : public any_pages {
   using scorer_type = typename detail::scorer_of<typename Recipe::retain_type>::type;
   static constexpr bool accumulates = chooses && detail::adds_up<typename Recipe::retain_type>();
   static constexpr bool newest = accumulates && detail::goes_by_newest<typename Recipe::retain_type>();
+  static constexpr bool by_shares = detail::by_shares<typename Recipe::retain_type>();
   static constexpr bool by_statistics = chooses && Recipe::retain_type::observed == tessera::observes::statistics;
 
  public:
@@ -95,6 +103,20 @@ class method_pages : public any_pages {
     return 0;
   }
 
+  planned_stages plan(index_t prompt, const std::optional<index_t>& budget) const override {
+    if constexpr (reads_pages && !by_shares) {
+      Recipe recipe = recipe_;
+      if (budget) recipe.set_budget(*budget);
+      recipe.check();
+      tessera::require(prompt >= 0, "prompt", prompt, "at least 0", "pass how many tokens the prompt has");
+      const tessera::planned<Recipe> made(recipe, prompt);
+      index_t kept = prompt;
+      if constexpr (Recipe::retain_type::chooses) kept = std::min(kept, made.first.budget.tokens);
+      return {kept, made.read.tokens, made.read.scorer.page, made.read.scorer.channels};
+    } else {
+      refuse_to_read();
+    }
+  }
   index_t index_page() const override {
     if constexpr (reads_pages) {
       tessera::require(
@@ -168,6 +190,7 @@ class method_pages : public any_pages {
     p.index = extrema<const T>(index, index_page());
     p.read = second_.tokens;
     p.reads = by.reads;
+    p.channels = by.channels;
     p.q = by.q.as<const T>();
     p.first_position = by.first_position;
     p.rule = rule(layer);

@@ -2,6 +2,9 @@
 #include <ATen/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <limits>
+#include <optional>
 #include <string>
 #include <tuple>
 
@@ -12,6 +15,21 @@ namespace {
 
 std::int64_t index_page(const Tensor& handle) {
   return guarded([&](registry& all) { return std::int64_t(all.find_pages(handle).pages->index_page()); });
+}
+
+/// What the budget, or another one, leaves to each stage behind a prompt: kept, read, page, channels.
+std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t> plan(const Tensor& handle, std::int64_t prompt,
+                                                                        c10::optional<std::int64_t> budget) {
+  return guarded([&](registry& all) {
+    constexpr std::int64_t most = tessera::max_tokens;
+    tessera::require(prompt >= 0 && prompt <= most, "prompt", prompt, "0 to " + std::to_string(most),
+                     "pass how many tokens the prompt has");
+    std::optional<index_t> tokens;
+    if (budget) tokens = index_t(std::clamp<std::int64_t>(*budget, -1, std::numeric_limits<index_t>::max()));
+    const planned_stages made = all.find_pages(handle).pages->plan(index_t(prompt), tokens);
+    return std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>(made.kept, made.read, made.page,
+                                                                              made.channels);
+  });
 }
 
 /// An index [pages * parts of a page, kv_heads, 2, dim] beside the pool k, of any strides but between a row's elements.
@@ -56,7 +74,7 @@ std::tuple<Tensor, Tensor> choose_to_read(const Tensor& handle, std::int64_t lay
                                           const Tensor& v, const Tensor& tables, const Tensor& lengths,
                                           const maybe_tensor& positions, const maybe_tensor& scores,
                                           const Tensor& index, const Tensor& q, const Tensor& first_position,
-                                          std::int64_t room, const maybe_tensor& reads) {
+                                          std::int64_t room, const maybe_tensor& reads, const maybe_tensor& channels) {
   const at::OptionalDeviceGuard device(at::device_of(k));
   return guarded([&](registry& all) {
     auto& here = all.find_pages(handle);
@@ -70,7 +88,8 @@ std::tuple<Tensor, Tensor> choose_to_read(const Tensor& handle, std::int64_t lay
     scratch_tensors scratch{k.device(), {}};
     here.pages->choose_to_read(layer, index_t(layer_index), memory,
                                {queries, counts_in(first_position, "first_position", {layer.sequences}, k.device()),
-                                counts_in(reads, "reads", {layer.sequences}, k.device())},
+                                counts_in(reads, "reads", {layer.sequences}, k.device()),
+                                counts_in(channels, "channels", {layer.sequences}, k.device())},
                                chosen_in(slots, counts, layer), scratch.source(), current_stream(k));
     return std::make_tuple(slots, counts);
   });
@@ -80,7 +99,7 @@ std::tuple<Tensor, Tensor> choose_to_read(const Tensor& handle, std::int64_t lay
 std::tuple<Tensor, Tensor> choose_to_read_shape(const Tensor&, std::int64_t, const Tensor&, const Tensor&,
                                                 const Tensor&, const Tensor& lengths, const maybe_tensor&,
                                                 const maybe_tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                                std::int64_t room, const maybe_tensor&) {
+                                                std::int64_t room, const maybe_tensor&, const maybe_tensor&) {
   return {at::empty_symint({lengths.sym_size(0), lengths.sym_size(1), room}, lengths.options()),
           at::empty_like(lengths)};
 }
@@ -89,6 +108,8 @@ std::tuple<Tensor, Tensor> choose_to_read_shape(const Tensor&, std::int64_t, con
 }  // namespace tessera_torch
 
 TORCH_LIBRARY_FRAGMENT(tessera, m) {
+  m.def("pages_plan(Tensor pages, int prompt, int? budget=None) -> (int kept, int read, int page, int channels)",
+        &tessera_torch::plan);
   m.def("pages_index_page(Tensor pages) -> int", &tessera_torch::index_page);
   m.def("pages_max_read(Tensor pages, int tokens, int capacity) -> int", &tessera_torch::max_read);
   m.def(
@@ -96,9 +117,8 @@ TORCH_LIBRARY_FRAGMENT(tessera, m) {
       "Tensor? scores, Tensor(a!) index, Tensor? first=None, int new_tokens=0) -> ()");
   m.def(
       "pages_choose_to_read(Tensor pages, int layer, Tensor k, Tensor v, Tensor tables, Tensor lengths, "
-      "Tensor? positions, Tensor? scores, Tensor index, Tensor q, Tensor first_position, int room, Tensor? reads=None) "
-      "-> "
-      "(Tensor slots, Tensor counts)");
+      "Tensor? positions, Tensor? scores, Tensor index, Tensor q, Tensor first_position, int room, "
+      "Tensor? reads=None, Tensor? channels=None) -> (Tensor slots, Tensor counts)");
 }
 
 namespace {

@@ -39,16 +39,22 @@ void choose_by_blocks(const choose_by_blocks_problem<View>& p, const Scorer& sco
     require(p.reads[b] >= 1 && p.reads[b] <= p.read, "tokens to read of sequence " + std::to_string(b), p.reads[b],
             "1 to " + std::to_string(p.read), "pass as `read` the most that a sequence attends");
   }
+  for (index_t b = 0; p.channels && b < p.view.sequences; ++b) {
+    require(p.channels[b] >= 1 && p.channels[b] <= View::k_dim, "channels of sequence " + std::to_string(b),
+            p.channels[b], "1 to " + std::to_string(View::k_dim), "pass what the plan of its prompt says");
+  }
   workspaces.resize((std::max)(workspaces.size(), std::size_t(workers.threads())));
   workers.for_each(
       p.view.sequences * heads,
       [&](index_t row, int worker) {
         const index_t b = row / heads, read = p.reads ? p.reads[b] : p.read;
-        p.counts[row] =
-            choose_by_pages(p.view, b, row % heads, p.index,
-                            query_rows<typename View::element_type>{p.q, p.first_position}, p.rule, scorer, selector,
-                            tail_of(read), read, p.out + row * p.out_stride, nullptr, workspaces[std::size_t(worker)])
-                .count;
+        Scorer of_sequence = scorer;
+        if (p.channels) of_sequence.channels = p.channels[b];
+        p.counts[row] = choose_by_pages(p.view, b, row % heads, p.index,
+                                        query_rows<typename View::element_type>{p.q, p.first_position}, p.rule,
+                                        of_sequence, selector, tail_of(read), read, p.out + row * p.out_stride, nullptr,
+                                        workspaces[std::size_t(worker)])
+                            .count;
       },
       double(total) / p.index.page * scorer.channels * p.q.tokens * (p.q.heads / heads));
 }

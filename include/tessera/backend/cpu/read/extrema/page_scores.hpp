@@ -9,6 +9,7 @@
 #include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/stored/block_extrema.hpp"
 #include "../../../../core/stored/page_extrema.hpp"
+#include "../../../../selector/tokens_or_pages.hpp"
 #include "../../attend/attend.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -102,7 +103,7 @@ template <int D>
 struct page_workspace {
   page_query<D> query;
   host_vector<float> logits;   // [rows, pages rounded up to tiles]
-  host_vector<float> scores;   // [tokens]
+  host_vector<float> scores;   // [tokens], or [pages] where whole pages are chosen
   host_vector<float> columns;  // [2, channels, tile_tokens]
   host_vector<visible_slots> visible;
   host_vector<char> speaks;
@@ -255,6 +256,15 @@ bool weigh_pages(const Scorer&, const logit_rule& rule, float scale, float sink,
   return true;
 }
 
+/// Whether a selector chooses whole pages of this size, so that scores of pages are enough where every row sees all
+/// slots.
+template <class Selector>
+bool chooses_pages(const Selector& selector, index_t page) {
+  if constexpr (requires { &Selector::select_pages; })
+    return unit_chosen_by(selector) == selection_unit::page && selector.page == page;
+  return false;
+}
+
 }  // namespace detail
 
 /// The result of a paged choice of one (sequence, kv_head).
@@ -300,17 +310,20 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head, co
   const offset_t stride = ceil_div(pages, tile_tokens) * offset_t(tile_tokens);
   detail::page_products(detail::extrema_of(view, index, sequence, head), page == 1, scorer, pages, stride, memory);
 
-  // Slots that no row sees rank last.
   auto& scores = memory.scores;
   auto& visible = memory.visible;
   auto& speaks = memory.speaks;
-  scores.assign(std::size_t(n), -infinity);
   visible.clear();
   speaks.clear();
+  bool by_page = detail::chooses_pages(selector, page);
   for (index_t r = 0; r < rows; ++r) {
     visible.push_back(visible_slots::find(view, sequence, head, rule, query.positions[std::size_t(r)]));
-    std::fill(scores.begin() + visible.back().begin, scores.begin() + visible.back().end, 0.0f);
+    by_page = by_page && visible.back().overlap(0, n) == n;
   }
+  // Slots that no row sees rank last.
+  scores.assign(std::size_t(by_page ? pages : n), -infinity);
+  for (const visible_slots& run : visible)
+    std::fill(scores.begin() + (by_page ? 0 : run.begin), by_page ? scores.end() : scores.begin() + run.end, 0.0f);
   for (index_t r = 0; r < rows; ++r) {
     float* weights = memory.logits.data() + r * stride;
     const visible_slots& run = visible[std::size_t(r)];
@@ -318,7 +331,8 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head, co
     speaks.push_back(query.usable[std::size_t(r)] &&
                      detail::weigh_pages(scorer, rule, query.scale[std::size_t(r)], sink, run, page, pages, weights));
     if (!speaks.back()) continue;
-    for (index_t p = run.begin / page; p < pages && p * page < run.end; ++p) {
+    for (index_t p = 0; by_page && p < pages; ++p) scores[std::size_t(p)] += weights[p];
+    for (index_t p = run.begin / page; !by_page && p < pages && p * page < run.end; ++p) {
       const float weight = weights[p];
       for (index_t slot = (std::max)(run.begin, p * page); slot < (std::min)(run.end, p * page + page); ++slot) {
         scores[std::size_t(slot)] += weight;
@@ -326,7 +340,14 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head, co
     }
   }
   page_choice result;
-  result.count = selector.select(scores.data(), n, tail, read, out, memory.top_k);
+  if (by_page) {
+    if constexpr (requires { &Selector::select_pages; }) {
+      for (float& score : scores) score = score == score ? score : -infinity;
+      result.count = selector.select_pages(scores.data(), n, tail, read, out, memory.top_k);
+    }
+  } else {
+    result.count = selector.select(scores.data(), n, tail, read, out, memory.top_k);
+  }
   for (index_t r = 0; mass && r < rows; ++r) {
     if (!speaks[std::size_t(r)]) continue;
     const visible_slots& run = visible[std::size_t(r)];

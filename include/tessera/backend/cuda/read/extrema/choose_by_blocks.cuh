@@ -27,8 +27,8 @@ struct block_choice_limits {
 /// choose_pages over an index of its own, except for scores that differ by rounding alone.
 ///
 /// Call `workspace_bytes` once, then `run` any number of times. `run` neither allocates nor synchronises; tables,
-/// lengths and `reads` are read on the device, so a captured graph can be replayed while they change. A row of no
-/// tokens chooses none. Repeated calls give the same bits.
+/// lengths, `reads` and `channels` are read on the device, so a captured graph can be replayed while they change. A row
+/// of no tokens chooses none. Repeated calls give the same bits.
 /// Shapes   as choose_by_blocks_problem says; lengths at most `capacity`; rows of `out` hold `max_chosen()` slots. Keys
 ///          of bf16, fp16 or fp32.
 /// Errors   shapes that the kernels cannot take: tessera::error before anything is launched.

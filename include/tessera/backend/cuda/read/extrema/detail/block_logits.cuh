@@ -28,7 +28,7 @@ struct block_shared {
 inline constexpr int block_logits_blocks = 2;  // of a multiprocessor
 
 /// Logits of pages from an index by block: what page_logits_entry does from one by row. It also writes each sequence's
-/// plan for the choice that follows: `plan`, and the sequence's own number of tokens to read.
+/// plan for the choice that follows: `plan`, and the sequence's own numbers of tokens to read and of channels.
 template <class View, class Scorer>
 __global__ void __launch_bounds__(page_threads, block_logits_blocks)
     block_logits_entry(const __grid_constant__ choose_by_blocks_problem<View> p, Scorer scorer, read_plan plan,
@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(page_threads, block_logits_blocks)
   const int thread = int(threadIdx.x), lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0);
   const index_t row = index_t(blockIdx.y), sequence = row / p.view.kv_heads, head = row % p.view.kv_heads;
   if (p.reads) plan.read = (max)(1, (min)(p.reads[sequence], plan.read));
+  if (p.channels) plan.channels = (max)(1, (min)(p.channels[sequence], index_t(D)));
   plan.tail = (min)(plan.tail, plan.read);
   if (blockIdx.x == 0 && head == 0 && thread == 0) plans[sequence] = plan;
   const index_t n = p.view.length(sequence, head), pages = plan.pages_of(n);
