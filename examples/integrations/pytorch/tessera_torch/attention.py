@@ -7,7 +7,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from .layers import Handed
+from .layers import Handed, Latents
 
 NAME = "tessera"
 NOT_OURS = ("block_indices", "head_mask", "indices", "position_bias", "score_mod", "sinks")  # they change what a token sees
@@ -21,11 +21,28 @@ NO_CACHE = ("attention of {} has no TesseraCache; expected one; pass past_key_va
 def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None,
            s_aux=None, **named):
     """The attention function of transformers' interface: [batch, heads, tokens, dim] -> [batch, tokens, heads, dim]."""
-    if not isinstance(key, Handed):
+    if not isinstance(key, (Handed, Latents)):
         raise ValueError(NO_CACHE.format(type(module).__name__))
-    if getattr(module, "layer_idx", key.layer) != key.layer:
-        raise ValueError(f"keys of layer {module.layer_idx} are those of layer {key.layer}; expected its own; "
-                         "use a model whose layers share no keys and values")
+    try:
+        _check_call(module, query, key, dropout, named)
+        value = value.rows if isinstance(value, Latents) else value
+        if getattr(module, "layer_idx", key.layer) != key.layer:
+            if s_aux is not None:
+                raise ValueError(f"layer {module.layer_idx} has sink logits and reads the keys of another; expected one of these alone; "
+                                 "use transformers' own cache for this model")
+            return key.cache.attend_again(key.layer, query, scaling, softcap, sliding_window), None
+        return key.cache.attend(key.layer, query, key.rows, value, attention_mask, scaling, softcap, sliding_window, s_aux), None
+    except ValueError:
+        key.cache.fail_call()
+        raise
+
+
+def _check_call(module, query, key, dropout, named):
+    """Whether attention has only terms that the library's has."""
+    layer = getattr(module, "layer_idx", key.layer)
+    if layer != key.layer and not key.cache.plan[layer].reads:
+        raise ValueError(f"keys of layer {layer} are those of layer {key.layer}; expected its own, or kv_sharing_modes in the config; "
+                         "use transformers' own cache for this model")
     asked = [name for name in NOT_OURS if named.get(name) is not None]
     if asked:
         raise ValueError(f"{asked[0]} is given to attention; expected none: the library's attention has no such term; "
@@ -35,7 +52,6 @@ def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
     if query.shape[2] > 1 and named.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise ValueError(f"attention of {type(module).__name__} is not causal; expected that no token sees a later one; "
                          "use a causal model")
-    return key.cache.attend(key.layer, query, key.rows, value, attention_mask, scaling, softcap, sliding_window, s_aux), None
 
 
 def padding_of(batch_size, kv_length, q_length=None, q_offset=0, kv_offset=0, cache_position=None,

@@ -20,13 +20,13 @@ def note_turn(cache, text, rows):
 @torch.no_grad()
 def read_again(cache):
     """This turn's prompts pass through the model once more, in parts, behind themselves; nothing of it stays."""
-    ends = cache._operators.figures(cache._handle)[:, 3].tolist()
+    ends = cache._kinds.figures()[:, 3].tolist()
     parts = [cache._repeated(tokens) for tokens in cache._turn]
     for i in range(max(map(len, parts))):
         now = [of[i] if i < len(of) else (0, 0, []) for of in parts]
         longest = max(len(text) for *_, text in now)
         if cache._room is not None:
-            cache._operators.fit_memory(cache._handle, longest)
+            cache._kinds.each("fit_memory", longest)
         ids = torch.tensor([text + [0] * (longest - len(text)) for *_, text in now], device=cache._like.device)
         place = torch.tensor(ends, device=ids.device)[:, None] + torch.arange(longest, device=ids.device)
         begins = [end - len(tokens) + done for end, tokens, (done, *_) in zip(ends, cache._turn, now)]
@@ -37,4 +37,4 @@ def read_again(cache):
         finally:
             cache._again = None
     if cache._room is not None:
-        cache._operators.fit_memory(cache._handle, cache._room)
+        cache._kinds.each("fit_memory", cache._room)
