@@ -26,9 +26,10 @@ def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
     try:
         _check_call(module, query, key, dropout, named)
         value = value.rows if isinstance(value, Latents) else value
-        if getattr(module, "layer_idx", key.layer) != key.layer:
+        layer = _layer_of(module, key)
+        if layer != key.layer:
             if s_aux is not None:
-                raise ValueError(f"layer {module.layer_idx} has sink logits and reads the keys of another; expected one of these alone; "
+                raise ValueError(f"layer {layer} has sink logits and reads the keys of another; expected one of these alone; "
                                  "use transformers' own cache for this model")
             return key.cache.attend_again(key.layer, query, scaling, softcap, sliding_window), None
         return key.cache.attend(key.layer, query, key.rows, value, attention_mask, scaling, softcap, sliding_window, s_aux), None
@@ -37,9 +38,15 @@ def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
         raise
 
 
+def _layer_of(module, key):
+    """Whose attention it is. Blocks that several layers pass through do not know (Zamba)."""
+    layer = getattr(module, "layer_idx", None)
+    return key.layer if layer is None or layer < 0 else layer
+
+
 def _check_call(module, query, key, dropout, named):
     """Whether attention has only terms that the library's has."""
-    layer = getattr(module, "layer_idx", key.layer)
+    layer = _layer_of(module, key)
     if layer != key.layer and not key.cache.plan[layer].reads:
         raise ValueError(f"keys of layer {layer} are those of layer {key.layer}; expected its own, or kv_sharing_modes in the config; "
                          "use transformers' own cache for this model")

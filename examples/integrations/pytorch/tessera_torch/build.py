@@ -10,16 +10,17 @@ import os
 import pathlib
 import re
 import subprocess
+import sys
 import tempfile
 
 import torch
 
 HERE = pathlib.Path(__file__).resolve().parent
 SOURCES = HERE / "csrc"
-INCLUDE = HERE.parents[3] / "include"
+INCLUDE = HERE / "include" if (HERE / "include").exists() else HERE.parents[3] / "include"  # an installed package has its own
 EIGEN = os.environ.get("EIGEN3_INCLUDE_DIR", "/usr/include/eigen3")  # for recipes that rotate rows
 ELEMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)  # the last on the CPU alone
 # Strings pass between the operators and the recipes' libraries: both have them as the torch that is installed has.
 # Code of all libraries is for this processor: they share types, whose namespace names the instruction set.
 HOST = "-march=native"
@@ -68,9 +69,11 @@ def methods():
     return sorted(path.stem for path in (INCLUDE / "tessera" / "methods").glob("*.hpp"))
 
 
-def refuse_to_compile(path):
+def begin_to_compile(path, what, seconds):
+    """Before a library is made: says so to who waits for it."""
     if not MAY_COMPILE:
         raise FileNotFoundError(f"library is missing; expected {path}; build it before this process starts")
+    print(f"tessera_torch compiles {what}, once: about {seconds} s; kept in {path.parent}", file=sys.stderr, flush=True)
 
 
 class Policy:
@@ -164,8 +167,9 @@ def library(method, dtype, dim, device="cpu", kind="cache", rows="given", v_dim=
         raise ValueError(f"dtype is {dtype}; expected {', '.join(map(str, ELEMENTS))}; cast the model")
     v_dim = v_dim or dim
     for name, own in (("head_dim", dim), ("head_dim of values", v_dim)):
-        if own not in HEAD_DIMS:
-            raise ValueError(f"{name} is {own}; expected one of {', '.join(map(str, HEAD_DIMS))}; "
+        dims = HEAD_DIMS if device == "cpu" else HEAD_DIMS[:-1]
+        if own not in dims:
+            raise ValueError(f"{name} is {own}; expected one of {', '.join(map(str, dims))}; "
                              "the library's kernels are made for these")
     if device == "cuda" and dtype == torch.float32:
         raise ValueError("dtype is torch.float32; expected torch.bfloat16 or torch.float16 on CUDA; cast the model")
@@ -183,7 +187,7 @@ def library(method, dtype, dim, device="cpu", kind="cache", rows="given", v_dim=
     path = cache_folder() / f"{name}_{element}_{dims}_{device}_{kind}_{key}.so"
     if path.exists():
         return path
-    refuse_to_compile(path)
+    begin_to_compile(path, f"{name} for {element} and head dim {dims}", 60 if device == "cuda" else 20)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         source = pathlib.Path(folder) / "recipe.cpp"
@@ -225,7 +229,7 @@ def operators():
     name = "tessera_torch_operators"
     folder = cache_folder() / f"operators_{key}"
     if not (folder / "built").exists():
-        refuse_to_compile(folder)
+        begin_to_compile(folder, "its operators", 40)
         from torch.utils import cpp_extension
         folder.mkdir(parents=True, exist_ok=True)
         cpp_extension.load(name, [str(SOURCES / source) for source in OPERATORS], extra_cflags=flags, build_directory=str(folder),

@@ -6,7 +6,6 @@ one operator: store, choose, attend.
 """
 import contextlib
 import copy
-import weakref
 
 import torch
 import transformers
@@ -226,7 +225,7 @@ class TesseraCache(transformers.Cache):
                 self._rehearsal = drafts.Rehearsal(self)
                 return self._rehearsal.run(draft, tokens)
         rows = Rows(mask, batch, tokens, self.tokens, self._padding)
-        text = self._take_text(rows, (batch, tokens))
+        text = rereading.take_text(self, rows, (batch, tokens))
         flags = None if text is None else self._marks(text)
         goes_on = self._reading_prompt or self._is_cut or request is not None and request.prompt_goes_on
         is_step = tokens == 1 and self.tokens > 0 and not goes_on
@@ -264,14 +263,6 @@ class TesseraCache(transformers.Cache):
             self._began = self.tokens
         self._in_prompt, self._rows, self._flags, self._is_last = not is_step, rows, flags, is_last
 
-    def _take_text(self, rows, shape):
-        """The call's tokens as `rows` has them, [batch, tokens]; None where the text is not known."""
-        tokens, self._text = self._text, None
-        if tokens is None or tuple(tokens.shape) != shape:
-            return None
-        tokens = tokens.cpu()
-        return tokens if rows.order is None else tokens.gather(1, rows.order.cpu())
-
     def _check_length(self, tokens):
         if tokens > self._longest:
             raise ValueError(f"tokens of the conversation are {tokens}; expected at most {self._longest}; "
@@ -308,20 +299,7 @@ class TesseraCache(transformers.Cache):
         A call's last token ends its segment if it is a delimiter, whatever comes in the next call. What is read again passes
         through the model when the prompt ends: before the first step, or in end_prompt.
         """
-        if self._marks is None:
-            self._marks, self._repeated = model_facts.SegmentEnds(tokenizer), model_facts.Repeated(tokenizer)
-        self._model = weakref.ref(model)
-        owner = weakref.ref(self)
-
-        def look(_, arguments, named):
-            cache = owner()
-            if cache is None:
-                hook.remove()
-            elif cache in (named.get("cache"), named.get("past_key_values")) and not cache._prepared:
-                cache._text = named.get("input_ids", arguments[0] if arguments else None)
-
-        hook = model.register_forward_pre_hook(look, with_kwargs=True)
-        weakref.finalize(self, hook.remove)
+        rereading.follow_text(self, model, tokenizer)
         return self
 
     # --- a step in two parts: see CapturedStep --------------------------------------------------------------------------

@@ -1,10 +1,40 @@
-"""Prompts that pass through the model once more before they end (kvzip)."""
+"""The text of a cache's calls, and prompts that pass through the model once more before they end (kvzip)."""
+import weakref
+
 import torch
 
+from .facts import model_facts
 from .generation import cache_keyword
 
 NO_TEXT = ("text of the prompt is not known; expected it, as the method reads prompts again before they end; "
            "call read_text(model, tokenizer) on the cache, and the model with input_ids")
+
+
+def follow_text(cache, model, tokenizer):
+    """From now on the cache looks at the input_ids of calls of this model."""
+    if cache._marks is None:
+        cache._marks, cache._repeated = model_facts.SegmentEnds(tokenizer), model_facts.Repeated(tokenizer)
+    cache._model = weakref.ref(model)
+    owner = weakref.ref(cache)
+
+    def look(_, arguments, named):
+        cache = owner()
+        if cache is None:
+            hook.remove()
+        elif cache in (named.get("cache"), named.get("past_key_values")) and not cache._prepared:
+            cache._text = named.get("input_ids", arguments[0] if arguments else None)
+
+    hook = model.register_forward_pre_hook(look, with_kwargs=True)
+    weakref.finalize(cache, hook.remove)
+
+
+def take_text(cache, rows, shape):
+    """The call's tokens as `rows` has them, [batch, tokens]; None where the text is not known."""
+    tokens, cache._text = cache._text, None
+    if tokens is None or tuple(tokens.shape) != shape:
+        return None
+    tokens = tokens.cpu()
+    return tokens if rows.order is None else tokens.gather(1, rows.order.cpu())
 
 
 def note_turn(cache, text, rows):

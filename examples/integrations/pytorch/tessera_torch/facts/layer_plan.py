@@ -4,12 +4,15 @@ import dataclasses
 from transformers import cache_utils
 
 OURS = {"full_attention": False, "sliding_attention": True, "hybrid": False, "hybrid_sliding": True}  # and whether it slides
+UNFIT = {"minimax": "takes no cache but its own", "mpt": "takes no attention but its own",
+         "recurrent_gemma": "keeps its states in the model"}
 NO_LENGTH = 1 << 20  # tokens of a conversation at most, where neither the config nor the caller says
 RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 # Numbers of a layer by which its keys, values and queries have their shape.
 SHAPE = ("head_dim", "num_key_value_heads", "num_attention_heads", "v_head_dim")
 # Where a config has one of these, layers that slide have a shape of their own.
 OF_SLIDING = ("swa_head_dim", "swa_num_key_value_heads", "swa_num_attention_heads", "num_swa_key_value_heads", "swa_v_head_dim")
+SINKS_OF_SLIDING = ("mimo_v2_flash",)  # the other layers have no sink logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,12 @@ def layers_of(config):
     if config.is_encoder_decoder:
         raise ValueError("model is an encoder with a decoder; expected a decoder alone: attention to the encoder has no cache "
                          "here; use transformers' own cache")
+    if getattr(config, "cross_attention_layers", None):
+        raise ValueError("layers of the model attend to images alone; expected that each attends to the text: attention across has no "
+                         "cache here; use transformers' own cache")
+    if config.model_type in UNFIT:
+        raise ValueError(f"architecture is {config.model_type}, which {UNFIT[config.model_type]}; expected one that takes a "
+                         "transformers.Cache and attention from outside; use transformers' own cache")
     modes = getattr(config, "kv_sharing_modes", None)
     shared = getattr(config, "num_kv_shared_layers", None) or 0
     if modes is None and (shared or getattr(config, "use_cla", False)):
@@ -66,6 +75,6 @@ def _layer(config, kind, given, own, mode):
                          "full_attention or sliding_attention; install transformers==5.24.*")
     slides = OURS.get(kind, False)
     shape = tuple(getattr(own, name, None) for name in SHAPE)
-    if any(getattr(config, name, None) is not None for name in OF_SLIDING):
+    if config.model_type in SINKS_OF_SLIDING or any(getattr(config, name, None) is not None for name in OF_SLIDING):
         shape += (slides,)
     return Layer(kind, given["sliding_window"] or 0 if slides else 0, states, shape, mode == "reuse")

@@ -11,15 +11,19 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 STEADY = ("linear", "llama3", "yarn", "proportional")  # kinds of RoPE whose speeds do not change with the length of the text
 # Element d of the part that turns makes a pair with element d + half of it.
 HALVES = frozenset("""
-    afmoe apertus apertus1p5_text arcee aria_text bamba bitnet cwm dots1 exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text
-    gemma3n_text gemma4_text gemma4_unified_text gpt_neox gpt_oss granite granitemoe granitemoehybrid granitemoeshared
-    hunyuan_v1_dense hunyuan_v1_moe jais2 lfm2 lfm2_moe llama minimax_m2 ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3
-    olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_5_moe_text qwen3_moe qwen3_next seed_oss smollm3
-    solar_open stablelm starcoder2 vaultgemma glm4_moe""".split())
+    afmoe apertus apertus1p5_text arcee aria_text axk1 bailing_hybrid bamba bitnet cohere_compass_text cwm dbrx deepseek_v3 dots1
+    emu3_text_model exaone exaone4 exaone_moe falcon_h1 flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text
+    gemma4_unified_text glm4_moe glm4_moe_lite gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoehybrid
+    granitemoeshared hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna lara_mini lfm2
+    lfm2_moe lfm3 llama longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral
+    modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmo_hybrid olmoe persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe
+    qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp_text sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm
+    starcoder2 vaultgemma youtu zamba2 zaya""".split())
 # Element 2d makes a pair with element 2d + 1.
-NEIGHBOURS = frozenset("cohere cohere2 ernie4_5 ernie4_5_moe glm glm4 helium gptj codegen".split())
-NO_ROPE = frozenset("jamba nemotron_h".split())  # attention turns nothing
-SLIDING_ALONE = ("cohere2", "exaone4", "exaone_moe")  # full layers have no RoPE
+NEIGHBOURS = frozenset("cohere cohere2 cohere2_moe deepseek_v2 ernie4_5 ernie4_5_moe glm glm4 helium gptj codegen".split())
+BACKWARDS = ("nanochat",)  # turns the other way
+NO_ROPE = frozenset("jamba kimi_linear nemotron_h".split())  # attention turns nothing
+SLIDING_ALONE = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "lara_mini")  # full layers have no RoPE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,24 +56,39 @@ def turn_of(config, layer):
         return Turn()
     if kind not in HALVES and kind not in NEIGHBOURS:
         _refuse(f"of the architecture '{kind}' is not known")
+    speeds = _speeds(config, layer)
+    if kind in BACKWARDS:
+        speeds = tuple(-speed for speed in speeds)
     first = config.qk_nope_head_dim if hasattr(config, "qk_rope_head_dim") else 0
-    return Turn("halves" if kind in HALVES else "neighbours", _speeds(config, layer), first)
+    return Turn("halves" if kind in HALVES else "neighbours", speeds, first)
 
 
 def _has_rope(config, layer):
-    if config.model_type in SLIDING_ALONE and (config.model_type == "cohere2" or config.sliding_window is not None):
+    if config.model_type in SLIDING_ALONE and (not config.model_type.startswith("exaone") or config.sliding_window is not None):
         return False  # methods choose in full layers alone
+    if getattr(config, "position_embedding_type", "rope") not in ("rope", "absolute"):
+        return False
+    if (getattr(config, "rope_parameters", None) or {}).get(_type_of(config, layer), True) is None:
+        return False
     turns = getattr(config, "no_rope_layers", None)  # 1 where a layer has RoPE, in spite of the name
     return turns is None or bool(turns[layer])
+
+
+def _type_of(config, layer):
+    types = getattr(config, "layer_types", None)
+    return types[layer] if types else "full_attention"
 
 
 def _speeds(config, layer):
     own = config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
     dim = getattr(own, "qk_rope_head_dim", None) or getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    by_layer = {} if "full_attention" not in rope else {"layer_type": "full_attention"}
-    rope = rope.get("full_attention", rope)
+    name = _type_of(config, layer)
+    by_layer = {"layer_type": name} if name in rope else {}
+    rope = rope.get(name, rope)
     theta = rope.get("rope_theta", getattr(config, "rope_theta", None))
+    if getattr(config, "rotary_dim", None):  # CodeGen, GPT-J
+        return tuple(1e4 ** (-2 * i / config.rotary_dim) for i in range(config.rotary_dim // 2))
     form = rope.get("rope_type", rope.get("type", "default"))
     part = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None)) or 1
     if theta is None:

@@ -33,8 +33,7 @@ def oracle(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     owner = next((i for i, layer in enumerate(RECORD.layers) if layer["key"] is key), len(RECORD.layers))
     RECORD.layers.append(dict(
-        q=query, key=key, v=value, scale=scale, softcap=softcap, slides=sliding_window is not None, owner=owner,
-        index=getattr(module, "layer_idx", len(RECORD.layers))))
+        q=query, key=key, v=value, scale=scale, softcap=softcap, sinks=s_aux, slides=sliding_window is not None, owner=owner))
     if RECORD.makes_nothing:  # then queries depend on their positions alone
         return value.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2), None
     group = query.shape[1] // key.shape[1]
@@ -67,10 +66,14 @@ def snapkv_scores(layer, row, window, pool=7):
     n = k.shape[1]
     rows = grouped(q[:, -window:], len(k))
     logits = torch.einsum("hgid,hjd->hgij", rows, k) * layer["scale"]
-    if layer.get("softcap"):
+    if layer["softcap"]:
         logits = layer["softcap"] * torch.tanh(logits / layer["softcap"])
     later = torch.arange(n)[None] > torch.arange(n - window, n)[:, None]
-    mass = logits.masked_fill(later, -torch.inf).softmax(-1).sum((1, 2))[:, :n - window]
+    logits = logits.masked_fill(later, -torch.inf)
+    if layer["sinks"] is not None:
+        sinks = layer["sinks"].double().reshape(len(k), -1, 1, 1)
+        logits = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1)
+    mass = logits.softmax(-1).sum((1, 2))[:, :n - window]
     padded = torch.nn.functional.pad(mass, (pool // 2, pool // 2), value=-torch.inf)
     pooled = padded.unfold(1, pool, 1).amax(-1)
     return torch.cat([pooled, torch.full((len(k), window), torch.inf, dtype=pooled.dtype)], 1)

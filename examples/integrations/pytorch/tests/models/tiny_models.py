@@ -4,7 +4,8 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-ARCHITECTURES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+NO_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
+ARCHITECTURES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(NO_ATTENTION))
 VOCABULARY, WINDOW = 320, 24
 # What configs call the same number. Every expert sees every token: a choice between experts would turn a rounding into another answer.
 SIZES = {
@@ -38,21 +39,38 @@ SIZES = {
 NUMBERS = {name: size for size, names in SIZES.items() for name in names.split()}
 NUMBERS["eos_token_id"] = 2
 MAMBA = dict(mamba_n_heads=16, mamba_d_head=32, mamba_expand=2)  # heads times their size is the expanded hidden size
-# What an architecture demands besides.
+HALF_RECURRENT = dict(layer_types=["conv", "full_attention"] * 2)
+PAIRS = ["linear_attention", "hybrid"] * 2
+# What an architecture demands besides, or what shows more of it.
 OVERRIDES = {
-    "bailing_hybrid": dict(layer_group_size=2),
+    "bailing_hybrid": dict(layer_group_size=2, num_expert_group=1, topk_group=1),
     "bamba": dict(MAMBA, attn_layer_indices=[1, 3]),
+    "deepseek_v3": dict(qk_nope_head_dim=128, qk_rope_head_dim=64, head_dim=64, v_head_dim=128),
+    "dory": dict(sliding_window=512),
     "falcon_h1": dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_ssm=128),
+    "gemma3n_text": dict(num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2, laurel_rank=16),
+    "gemma4_text": dict(num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2, global_head_dim=512),
+    "gemma4_unified_text": dict(layer_types=["sliding_attention", "full_attention"] * 2, global_head_dim=512),
     "gpt_neo": dict(attention_types=[[["global", "local"], 2]]),
     "granitemoehybrid": dict(MAMBA, layer_types=["mamba", "attention"] * 2),
-    "jamba": dict(attn_layer_offset=1, attn_layer_period=2),
-    "kimi_linear": {},
+    "jamba": dict(attn_layer_offset=1, attn_layer_period=2, use_mamba_kernels=False),
+    "kimi_linear": dict(layer_types=["linear_attention", "full_attention"] * 2),
+    "lfm2": HALF_RECURRENT,
+    "lfm2_moe": HALF_RECURRENT,
     "mamba2": dict(num_heads=16, head_dim=32),
-    "qwen4_exp_text": {},
-    "gemma4_text": dict(num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2, global_head_dim=128),
     "zaya": dict(num_experts_per_tok=1, num_experts=1),
+    "xlm": dict(n_words=VOCABULARY, emb_dim=256),
+    "xmod": dict(default_language="en_XX"),
+    "phimoe": dict(sliding_window=None),
+    "qwen4_exp_text": dict(indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=64, indexer_budget=64, indexer_compress_ratio=4,
+                           ple_embed_dim=32, ngram_vocab_size_base=320, split_ngram_parts=1),
+    "dbrx": dict(attn_config=dict(kv_n_heads=2, clip_qkv=8.0, rope_theta=1e4), ffn_config=dict(
+        ffn_hidden_size=64, moe_num_experts=4, moe_top_k=4)),
+    "cohere_compass_text": dict(rope_parameters=dict.fromkeys(("full_attention", "sliding_attention"),
+                                                              dict(rope_type="default", rope_theta=1e4))),
+    "zamba": dict(num_hidden_layers=6, layers_block_type=["linear_attention", "linear_attention", "hybrid"] * 2, attention_head_dim=128, attention_hidden_size=512, use_mamba_kernels=False),
+    "zamba2": dict(layers_block_type=PAIRS, mamba_headdim=32, n_mamba_heads=16, attention_head_dim=128, attention_hidden_size=512),
 }
-
 # Of these no tiny model can be made or called here, and why.
 NOT_MADE = {
     "blt": "its patches of bytes want a model of their own, whose smallest has 776 M parameters",
@@ -84,6 +102,8 @@ def randomise(model):
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.weight.data.normal_(0, module.in_features ** -0.5)
+        elif isinstance(module, torch.nn.LayerNorm) and module.bias is not None:
+            module.bias.data.normal_(0, 0.2)
         elif isinstance(module, torch.nn.Embedding):
             module.weight.data.normal_(0, 0.5)
     for name, parameter in model.named_parameters():
