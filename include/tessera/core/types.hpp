@@ -131,7 +131,8 @@ requires(!std::same_as<T, fp32>) T* as_elements(decltype(T::bits)* bits) {
 
 /// Head dims that kernels are built for; 512 on the CPU alone, and not where rows are packed.
 template <int D>
-inline constexpr bool supported_head_dim = D == 64 || D == 80 || D == 96 || D == 128 || D == 192 || D == 256 || D == 512;
+inline constexpr bool supported_head_dim =
+    D == 64 || D == 80 || D == 96 || D == 128 || D == 192 || D == 256 || D == 512;
 inline constexpr index_t largest_head_dim = 256;  ///< the largest of a GPU's kernels, and of packed rows
 
 /// a / b rounded up; b >= 1.

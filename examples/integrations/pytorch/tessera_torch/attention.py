@@ -8,6 +8,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from .layers import Handed, Latents
+from .rows import Padding
 
 NAME = "tessera"
 NOT_OURS = ("block_indices", "head_mask", "indices", "position_bias", "score_mod", "sinks")  # they change what a token sees
@@ -33,7 +34,7 @@ def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
                                  "use transformers' own cache for this model")
             return key.cache.attend_again(key.layer, query, scaling, softcap, sliding_window), None
         return key.cache.attend(key.layer, query, key.rows, value, attention_mask, scaling, softcap, sliding_window, s_aux), None
-    except ValueError:
+    except (ValueError, NotImplementedError):
         key.cache.fail_call()
         raise
 
@@ -70,7 +71,7 @@ def padding_of(batch_size, kv_length, q_length=None, q_offset=0, kv_offset=0, ca
     window = getattr(config, "sliding_window", None)
     known = [causal_mask_function, *([sliding_window_causal_mask_function(window)] if isinstance(window, int) else [])]
     if any(_same(mask_function, one) for one in known):
-        return attention_mask
+        return _cut_by_rows(attention_mask, config)
     if cache_position is None:
         cache_position = torch.arange(q_length, device=device) + q_offset
     keys = torch.arange(kv_length, device=cache_position.device) + kv_offset
@@ -81,7 +82,14 @@ def padding_of(batch_size, kv_length, q_length=None, q_offset=0, kv_offset=0, ca
     if not known:
         raise ValueError("mask of the call is neither causal nor that of a sliding window; expected one of these: blocks that see "
                          "both ways, prefixes and packed texts are not expressed; pass padding alone, [batch, tokens]")
-    return attention_mask
+    return _cut_by_rows(attention_mask, config)
+
+
+def _cut_by_rows(attention_mask, config):
+    """Padding as a model wants it: those whose last layers read other layers' keys keep a prompt's last rows of masks alone."""
+    if attention_mask is None or "reuse" not in (getattr(config, "kv_sharing_modes", None) or ()):
+        return attention_mask
+    return attention_mask[:, None, None].as_subclass(Padding)
 
 
 def _same(a, b):

@@ -13,7 +13,7 @@ import transformers
 from . import build, drafts, generation, opening, rereading
 from .attention import NAME
 from .facts import layer_plan, model_facts
-from .layers import handed, layer_for, restored, saved_states
+from .layers import handed, layer_for, refuse, restored, saved_states
 from .rows import Rows, changed_budget, checked_budget
 
 
@@ -44,7 +44,7 @@ class TesseraCache(transformers.Cache):
         self.method, self.budget = method, checked_budget(budget)
         self.settings = [word for name, value in parameters.items() for word in (name, str(value))]
         self._profile = model_facts.profile_table(profile)
-        self._text_config = text
+        self._text_config, self._sees_text_alone = text, text is config
         self.plan = layer_plan.layers_of(text)
         self.layer_count = len(self.plan)
         self._stored = [number for number, layer in enumerate(self.plan) if layer.stores]  # layers that keep keys and values
@@ -306,6 +306,8 @@ class TesseraCache(transformers.Cache):
 
     def prepare_step(self, tokens):
         """The host's part of a step of tokens [batch, 1]; the model's next call is its other part. Returns what it does."""
+        if any(layer.states for layer in self.plan):
+            refuse("capturing steps of a model whose layers have states of their own")
         if self._next_layer != 0 or self.tokens == 0:
             raise ValueError(f"the cache is {'empty' if self._next_layer == 0 else 'half way through a call that failed'}; "
                              "expected a prompt in it; call the model with one before a step")

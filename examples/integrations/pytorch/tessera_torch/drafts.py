@@ -25,6 +25,9 @@ def both(cache):
 def crop(cache, removed):
     """Takes back the newest `removed` columns of the batch."""
     recorded = cache._recorded
+    if removed > 0 and any(layer.states for layer in cache.plan):
+        raise ValueError(f"tokens to take back are {removed}; expected 0: layers of the model have states of their own, which go on alone; "
+                         "call reset(), or keep a copy.deepcopy of the cache to go back to")
     if removed == 0 or cache._kinds is None:
         cache._recorded = None
         return

@@ -4,6 +4,7 @@ import functools
 import torch
 
 from . import build, generation, rereading
+from .facts import rope
 from .kinds import layer_kinds
 from .layers import refuse, restored, saved_states
 from .rows import budgets_by_row
@@ -47,6 +48,8 @@ def open_cache(cache, q, checks_drafts, is_last, request):
     if fact("takes_scores"):
         raise ValueError(f"method is {name!r}; expected one that scores tokens by itself, as a cache of transformers sees no hidden "
                          "states, from which a gate scores; take another method, or any_cache::set_scores of the C++ library")
+    if fact("turns_queries") and not cache._sees_text_alone:
+        rope.check_places(cache._text_config)
     kinds = layer_kinds.Kinds.of(cache.plan, cache._text_config, fact("turns_queries"))
     check_layers(cache.plan, kinds, name, fact)
     cache._rereads = fact("rereads")

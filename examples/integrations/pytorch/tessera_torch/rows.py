@@ -5,6 +5,14 @@ import math
 import torch
 
 
+class Padding(torch.Tensor):
+    """Which columns are padding, [batch, 1, 1, columns], for models that cut masks by their rows of queries: here all see the same."""
+
+    @property
+    def columns(self):
+        return self.as_subclass(torch.Tensor)[:, 0, 0]
+
+
 class Rows:
     """Which tokens of a call are no padding: of each sequence a run [first, last), where need be after reordering.
 
@@ -17,6 +25,7 @@ class Rows:
         self.tokens, self.first, self.last, self.order, self.past = tokens, [0] * batch, [tokens] * batch, None, past
         if mask is None:
             return
+        mask = mask.columns if isinstance(mask, Padding) else mask
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             shape = f"{mask.dim()} dimensions" if isinstance(mask, torch.Tensor) else f"type {type(mask).__name__}"
             raise ValueError(f"attention mask has {shape}; expected 2, [batch, tokens]; "

@@ -26,8 +26,8 @@ inline constexpr bool drops_by_layer =
 template <class Recipe>
 inline constexpr bool looks_over_layers =
     (Recipe::retain_type::chooses && !tessera::chooses_by_layer<Recipe>) || requires(Recipe r) {
-  r.retain.budget.layers;
-} || requires(Recipe r) { r.retain.budget.gates; } || requires(Recipe r) { r.retain.budget.shares; };
+      r.retain.budget.layers;
+    } || requires(Recipe r) { r.retain.budget.gates; } || requires(Recipe r) { r.retain.budget.shares; };
 
 template <class Value>
 std::string text_of(const Value& value, const std::string& allowed) {

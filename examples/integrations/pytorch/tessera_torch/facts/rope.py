@@ -22,7 +22,7 @@ HALVES = frozenset("""
 # Element 2d makes a pair with element 2d + 1.
 NEIGHBOURS = frozenset("cohere cohere2 cohere2_moe deepseek_v2 ernie4_5 ernie4_5_moe glm glm4 helium gptj codegen".split())
 BACKWARDS = ("nanochat",)  # turns the other way
-NO_ROPE = frozenset("jamba kimi_linear nemotron_h".split())  # attention turns nothing
+NO_ROPE = frozenset("jamba kimi_linear nemotron_h zamba".split())  # attention turns nothing
 SLIDING_ALONE = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "lara_mini")  # full layers have no RoPE
 
 
@@ -52,10 +52,10 @@ class Turn:
 def turn_of(config, layer):
     """config: of the model's text part; layer: by its number. Errors: ValueError where it is not known."""
     kind = config.model_type
+    if kind not in HALVES | NEIGHBOURS | NO_ROPE:
+        _refuse(f"of the architecture '{kind}' is not known")
     if kind in NO_ROPE or not _has_rope(config, layer):
         return Turn()
-    if kind not in HALVES and kind not in NEIGHBOURS:
-        _refuse(f"of the architecture '{kind}' is not known")
     speeds = _speeds(config, layer)
     if kind in BACKWARDS:
         speeds = tuple(-speed for speed in speeds)
@@ -63,10 +63,16 @@ def turn_of(config, layer):
     return Turn("halves" if kind in HALVES else "neighbours", speeds, first)
 
 
+def check_places(config):
+    """Of a model that sees images, too. Errors: ValueError where RoPE turns by places in them."""
+    if (getattr(config, "rope_parameters", None) or {}).get("mrope_section") is not None:
+        _refuse("turns by places in images")
+
+
 def _has_rope(config, layer):
     if config.model_type in SLIDING_ALONE and (not config.model_type.startswith("exaone") or config.sliding_window is not None):
         return False  # methods choose in full layers alone
-    if getattr(config, "position_embedding_type", "rope") not in ("rope", "absolute"):
+    if getattr(config, "position_embedding_type", "rope") not in ("rope", "absolute") or not getattr(config, "use_mem_rope", True):
         return False
     if (getattr(config, "rope_parameters", None) or {}).get(_type_of(config, layer), True) is None:
         return False
@@ -87,7 +93,7 @@ def _speeds(config, layer):
     by_layer = {"layer_type": name} if name in rope else {}
     rope = rope.get(name, rope)
     theta = rope.get("rope_theta", getattr(config, "rope_theta", None))
-    if getattr(config, "rotary_dim", None):  # CodeGen, GPT-J
+    if config.model_type in ("codegen", "gptj"):
         return tuple(1e4 ** (-2 * i / config.rotary_dim) for i in range(config.rotary_dim // 2))
     form = rope.get("rope_type", rope.get("type", "default"))
     part = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None)) or 1
@@ -95,6 +101,8 @@ def _speeds(config, layer):
         _refuse("has no rope_theta in the config")
     if form == "default":
         count = int(dim * part)
+        if count % 2:
+            _refuse(f"turns {count} elements of each head, an odd number")
         return tuple(theta ** (-2 * i / count) for i in range(count // 2))
     if form not in STEADY:
         _refuse(f"is of the type '{form}', whose speeds change with the length of the text")
