@@ -53,6 +53,7 @@ index_t max_retained(const Policy& policy, index_t layers, index_t kv_heads, ind
 template <class View, class Policy>
 class score_and_choose {
   static_assert(check_chooses<Policy>());
+  static_assert(check_device_rows<View>());
   using T = typename View::element_type;
   using scorer = typename Policy::scorer_type;
   using scope = typename Policy::scope_type;

@@ -15,6 +15,7 @@ namespace cuda {
 /// device.
 template <class View>
 struct score_problem {
+  static_assert(check_device_rows<View>());
   using T = typename View::element_type;
   View view;                                ///< values are not read
   rows_view<const T> q;                     ///< [sequences, n_q, q_heads, k_dim], rows of 16-byte alignment

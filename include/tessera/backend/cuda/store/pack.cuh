@@ -101,6 +101,7 @@ struct moved_rows<Block> {
 /// out tiles in order. So a tile that another one waits for is already running, on any number of resident blocks.
 template <class From, class To, bool Aligned, bool InPlace>
 struct pack_kernel {
+  static_assert(check_device_rows<From>());
   using rows = moved_rows<typename From::encoding_type::stored_type>;
   using T = typename rows::unit;  // moved without conversion
   using chunk_type = typename rows::chunk;

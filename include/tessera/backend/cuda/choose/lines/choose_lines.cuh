@@ -155,6 +155,7 @@ __global__ void __launch_bounds__(Threads)
 /// The input of a choice. Every pointer is a device pointer.
 template <class View>
 struct choose_lines_problem {
+  static_assert(check_device_rows<View>());
   using T = typename View::element_type;
   View view;             ///< one sequence, the chunk itself included
   rows_view<const T> q;  ///< [1, tokens, q_heads, k_dim]: all rows of the chunk

@@ -78,6 +78,7 @@ __global__ void __launch_bounds__(index_threads)
 /// Cost     one launch, no workspace; reads the keys of the pages that hold new slots.
 template <class View>
 void index_blocks(const index_blocks_problem<View>& p, cudaStream_t stream) {
+  static_assert(check_device_rows<View>());
   p.check();
   const index_t rows = p.view.sequences * p.view.kv_heads;
   if (rows <= 0) return;

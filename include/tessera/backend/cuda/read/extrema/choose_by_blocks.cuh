@@ -40,6 +40,7 @@ class choose_by_blocks {
   static constexpr int D = View::k_dim;
   static_assert(!Scorer::adds_mean_value,
                 "tessera: an index by block has no sums of values, which this scorer adds for what is not attended");
+  static_assert(check_device_rows<View>());
 
  public:
   using problem_type = choose_by_blocks_problem<View>;

@@ -19,6 +19,7 @@ namespace cuda {
 /// The input and output of a step's choice. Every pointer is a device pointer; lengths are read on the device.
 template <class View>
 struct page_problem {
+  static_assert(check_device_rows<View>());
   using T = typename View::element_type;
   View view;                                  ///< what steps may read; lengths count the step's own tokens
   const read_plan* plans = nullptr;           ///< [sequences], in the view's order of sequences
