@@ -81,9 +81,9 @@ void saves_both_ways(const Method& method) {
       three(1, 3, saved_shape, saved_dim);
   cuda::saved_sequence saved;
   for (const index_t tokens : {1, 2, 17, 511, 1000}) {
-    CAPTURE(tokens);
     const index_t id = held.written(tokens);
     for (int steps = 0; steps < 2; ++steps) {
+      CAPTURE(Method::name, tokens, steps);
       held.kv().save(id, saved);
       const auto bytes = support::saved(held.kv(), id);
       CHECK(support::bytes_of(saved) == bytes);
