@@ -129,10 +129,11 @@ requires(!std::same_as<T, fp32>) T* as_elements(decltype(T::bits)* bits) {
   return reinterpret_cast<T*>(bits);
 }
 
-/// Head dims that every kernel is built for; the largest.
+/// Head dims that kernels are built for; 512 on the CPU alone, and not where rows are packed.
 template <int D>
-inline constexpr bool supported_head_dim = D == 64 || D == 80 || D == 96 || D == 128 || D == 192 || D == 256;
-inline constexpr index_t largest_head_dim = 256;  ///< the largest supported head dim
+inline constexpr bool supported_head_dim =
+    D == 64 || D == 80 || D == 96 || D == 128 || D == 192 || D == 256 || D == 512;
+inline constexpr index_t largest_head_dim = 256;  ///< the largest of a GPU's kernels, and of packed rows
 
 /// a / b rounded up; b >= 1.
 TESSERA_HD TESSERA_INLINE constexpr index_t ceil_div(index_t a, index_t b) {

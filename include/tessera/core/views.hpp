@@ -166,11 +166,11 @@ struct kv_view {
   static_assert(encoding<encoding_of<E>>,
                 "tessera: kv_view takes float, fp16, bf16 or an encoding such as fp8_elements<bf16>; see as_elements");
   static_assert(supported_head_dim<D> && supported_head_dim<Dv>,
-                "tessera: kv_view takes head dims 64, 80, 96, 128, 192 and 256");
+                "tessera: kv_view takes head dims 64, 80, 96, 128, 192, 256 and 512");
   using encoding_type = std::conditional_t<encoding<encoding_of<E>>, encoding_of<E>, raw_elements<fp32>>;
   static constexpr int unit = elements_of_unit<typename encoding_type::stored_type>;
   static_assert(D % unit == 0 && Dv % unit == 0,
-                "tessera: a row of blocks has a head dim of whole blocks: of 32 elements 64, 96, 128, 192 or 256");
+                "tessera: a row of blocks has a head dim of whole blocks: of 32 elements 64, 96, 128, 192, 256 or 512");
   using element_type = typename encoding_type::element_type;
   static constexpr bool is_raw = raw_encoding<encoding_type>;
   static constexpr int k_dim = D;

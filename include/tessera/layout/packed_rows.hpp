@@ -47,6 +47,8 @@ struct packed_so_far {
 template <class Whole, class KeyChannels, class ValueChannels, class Basis, class Tail, class Strategy = one_strategy>
 struct packed_rows {
   static_assert(check_row_format<Whole>());
+  static_assert(Whole::k_dim <= largest_head_dim && Whole::v_dim <= largest_head_dim,
+                "tessera: rows of a head dim above 256 are not packed; take dense rows");
   static_assert(check_channels<KeyChannels>() && check_channels<ValueChannels>());
   static constexpr const char* name = "packed_rows";
   static constexpr bool packs = true;

@@ -35,6 +35,8 @@ struct cache_parts {
   using view_type = typename store_type::view_type;
   using reading_type = reading<Recipe, Out>;
   using read_view_type = typename reading_type::view_type;
+  static_assert(layout::k_dim <= largest_head_dim && layout::v_dim <= largest_head_dim,
+                "tessera: the CUDA cache takes head dims up to 256; the CPU cache 512 too");
   static_assert(backend_store<store_type, cudaStream_t>);
   static_assert(backend_observer<typename first_stage<Recipe>::observer_type, cudaStream_t>);
   static_assert(backend_attending<prompt_attending<Recipe, view_type, Out>, cudaStream_t>);
