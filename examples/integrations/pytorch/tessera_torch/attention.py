@@ -7,7 +7,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from .layers import Handed
+from .layers import Handed, Latents
+from .rows import Padding
 
 NAME = "tessera"
 NOT_OURS = ("block_indices", "head_mask", "indices", "position_bias", "score_mod", "sinks")  # they change what a token sees
@@ -21,11 +22,37 @@ NO_CACHE = ("attention of {} has no TesseraCache; expected one; pass past_key_va
 def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None,
            s_aux=None, **named):
     """The attention function of transformers' interface: [batch, heads, tokens, dim] -> [batch, tokens, heads, dim]."""
-    if not isinstance(key, Handed):
+    if not isinstance(key, (Handed, Latents)):
         raise ValueError(NO_CACHE.format(type(module).__name__))
-    if getattr(module, "layer_idx", key.layer) != key.layer:
-        raise ValueError(f"keys of layer {module.layer_idx} are those of layer {key.layer}; expected its own; "
-                         "use a model whose layers share no keys and values")
+    try:
+        _check_call(module, query, key, dropout, named)
+        value = value.rows if isinstance(value, Latents) else value
+        layer = _layer_of(module, key)
+        if layer != key.layer:
+            if s_aux is not None:
+                raise ValueError(f"layer {layer} has sink logits and reads the keys of another; expected one of these alone; "
+                                 "use transformers' own cache for this model")
+            return key.cache.attend_again(key.layer, query, scaling, softcap, sliding_window), None
+        return key.cache.attend(key.layer, query, key.rows, value, attention_mask, scaling, softcap, sliding_window, s_aux), None
+    except (ValueError, NotImplementedError):
+        key.cache.fail_call()
+        raise
+
+
+def _layer_of(module, key):
+    """Whose attention it is. Blocks that several layers pass through do not know (Zamba)."""
+    layer = getattr(module, "layer_idx", None)
+    return key.layer if layer is None or layer < 0 else layer
+
+
+def _check_call(module, query, key, dropout, named):
+    """Whether attention has only terms that the library's has."""
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        raise ValueError("gradients are asked for; expected none: a cache is for inference; call under torch.no_grad()")
+    layer = _layer_of(module, key)
+    if layer != key.layer and not key.cache.plan[layer].reads:
+        raise ValueError(f"keys of layer {layer} are those of layer {key.layer}; expected its own, or kv_sharing_modes in the config; "
+                         "use transformers' own cache for this model")
     asked = [name for name in NOT_OURS if named.get(name) is not None]
     if asked:
         raise ValueError(f"{asked[0]} is given to attention; expected none: the library's attention has no such term; "
@@ -35,7 +62,6 @@ def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
     if query.shape[2] > 1 and named.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise ValueError(f"attention of {type(module).__name__} is not causal; expected that no token sees a later one; "
                          "use a causal model")
-    return key.cache.attend(key.layer, query, key.rows, value, attention_mask, scaling, softcap, sliding_window, s_aux), None
 
 
 def padding_of(batch_size, kv_length, q_length=None, q_offset=0, kv_offset=0, cache_position=None,
@@ -47,7 +73,7 @@ def padding_of(batch_size, kv_length, q_length=None, q_offset=0, kv_offset=0, ca
     window = getattr(config, "sliding_window", None)
     known = [causal_mask_function, *([sliding_window_causal_mask_function(window)] if isinstance(window, int) else [])]
     if any(_same(mask_function, one) for one in known):
-        return attention_mask
+        return _cut_by_rows(attention_mask, config)
     if cache_position is None:
         cache_position = torch.arange(q_length, device=device) + q_offset
     keys = torch.arange(kv_length, device=cache_position.device) + kv_offset
@@ -58,7 +84,14 @@ def padding_of(batch_size, kv_length, q_length=None, q_offset=0, kv_offset=0, ca
     if not known:
         raise ValueError("mask of the call is neither causal nor that of a sliding window; expected one of these: blocks that see "
                          "both ways, prefixes and packed texts are not expressed; pass padding alone, [batch, tokens]")
-    return attention_mask
+    return _cut_by_rows(attention_mask, config)
+
+
+def _cut_by_rows(attention_mask, config):
+    """Padding as a model wants it: those whose last layers read other layers' keys keep a prompt's last rows of masks alone."""
+    if attention_mask is None or "reuse" not in (getattr(config, "kv_sharing_modes", None) or ()):
+        return attention_mask
+    return attention_mask[:, None, None].as_subclass(Padding)
 
 
 def _same(a, b):

@@ -10,16 +10,17 @@ import os
 import pathlib
 import re
 import subprocess
+import sys
 import tempfile
 
 import torch
 
 HERE = pathlib.Path(__file__).resolve().parent
 SOURCES = HERE / "csrc"
-INCLUDE = HERE.parents[3] / "include"
+INCLUDE = HERE / "include" if (HERE / "include").exists() else HERE.parents[3] / "include"  # an installed package has its own
 EIGEN = os.environ.get("EIGEN3_INCLUDE_DIR", "/usr/include/eigen3")  # for recipes that rotate rows
 ELEMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)  # the last on the CPU alone
 # Strings pass between the operators and the recipes' libraries: both have them as the torch that is installed has.
 # Code of all libraries is for this processor: they share types, whose namespace names the instruction set.
 HOST = "-march=native"
@@ -39,6 +40,8 @@ bool tessera_torch_takes_scores() { return recipe_type::retain_type::takes_score
 bool tessera_torch_takes_back() { return tessera::taken_back<recipe_type>() != tessera::takes_back::nothing; }
 bool tessera_torch_drops_by_layer() { return tessera_torch::drops_by_layer<recipe_type>; }
 bool tessera_torch_retrieves() { return recipe_type::retrieve_type::retrieves; }
+bool tessera_torch_looks_over_layers() { return tessera_torch::looks_over_layers<recipe_type>; }
+bool tessera_torch_adds_up() { return recipe_type::retrieve_type::adds_up; }
 bool tessera_torch_turns_queries() { return recipe_type::retain_type::observed == tessera::observes::statistics; }
 """
 PAGE_EXPORTS = """
@@ -46,7 +49,7 @@ tessera_torch::any_pages* tessera_torch_make_pages(const tessera_torch::cache_re
   return new tessera_torch::%s_pages<recipe_type>(request);
 }
 """
-OPERATORS = ("operators.cpp", "session_operators.cpp", "pages/page_operators.cpp", "pages/observation_operators.cpp",
+OPERATORS = ("operators.cpp", "session_operators.cpp", "sharing_operators.cpp", "pages/page_operators.cpp", "pages/observation_operators.cpp",
              "pages/reading_operators.cpp")
 MAY_COMPILE = True  # False within an engine's process: what is not there is then refused
 # How K and V are stored; those of groups of elements on the CPU alone.
@@ -66,16 +69,18 @@ def methods():
     return sorted(path.stem for path in (INCLUDE / "tessera" / "methods").glob("*.hpp"))
 
 
-def refuse_to_compile(path):
+def begin_to_compile(path, what, seconds):
+    """Before a library is made: says so to who waits for it."""
     if not MAY_COMPILE:
         raise FileNotFoundError(f"library is missing; expected {path}; build it before this process starts")
+    print(f"tessera_torch compiles {what}, once: about {seconds} s; kept in {path.parent}", file=sys.stderr, flush=True)
 
 
 class Policy:
     """A policy of one's own and the recipe that uses it.
 
     header: C++ text, or the path of a header; it stands behind all of the library's policies, in namespace tessera.
-    recipe: the recipe as a C++ type over T, the element type, and D, the head dim, for example
+    recipe: the recipe as a C++ type over T, the element type, and D, the head dim (of values Dv, where it differs), for example
             "recipe<retain<my_scorer, uniform, top_tokens>, dense<T, D>, retrieve_all, dense_decode, once>".
     """
 
@@ -85,7 +90,7 @@ class Policy:
         self.name = str(header) if is_path else "the policy"
         self.recipe = recipe
 
-    def source(self, element, dim):
+    def source(self, element, dim, v_dim):
         headers = [path.relative_to(INCLUDE).as_posix() for path in sorted((INCLUDE / "tessera").rglob("*.hpp"))]
         headers = [name for name in headers if name.count("/") > 1 and name.split("/")[1] not in NO_POLICIES]
         lines = [f"#include <{name}>" for name in headers]
@@ -94,8 +99,8 @@ class Policy:
         own = re.findall(r"^\s*#include.*$", text, flags=re.M)
         text = re.sub(r"^\s*#include.*$", "", text, flags=re.M)
         return "\n".join([*lines, *own, "namespace tessera {", f'#line 1 "{self.name}"', text, '#line 1 "the recipe"',
-                          f"template <element T, int D> using chosen_recipe = {self.recipe};", "}",
-                          f"using recipe_type = tessera::chosen_recipe<tessera::{element}, {dim}>;", ""])
+                          f"template <element T, int D, int Dv> using chosen_recipe = {self.recipe};", "}",
+                          f"using recipe_type = tessera::chosen_recipe<tessera::{element}, {dim}, {v_dim}>;", ""])
 
 
 def check_rows(method, rows, device):
@@ -108,21 +113,22 @@ def check_rows(method, rows, device):
         raise ValueError(f"rows is '{rows}'; expected given, fp8 or int8 on CUDA; rows of fewer bits are read by the CPU alone")
 
 
-def source_of(method, element, dim, rows="given"):
+def source_of(method, element, dim, rows="given", v_dim=None):
+    v_dim = v_dim or dim
     if isinstance(method, Policy):
-        return method.source(element, dim)
+        return method.source(element, dim, v_dim)
     if method not in methods():
         raise ValueError(f"method is '{method}'; expected one of {', '.join(methods())}; or pass a Policy")
-    given = f"tessera::{method}<tessera::{element}, {dim}>"
+    given = f"tessera::{method}<tessera::{element}, {dim}, {v_dim}>"
     if rows == "given":
         return f"#include <tessera/methods/{method}.hpp>\nusing recipe_type = {given};\n"
     # Where the method has its rows lie, in another format.
-    layout = f"tessera::stored<tessera::{rows}_rows<tessera::{element}, {dim}>, {given}::layout_type::placement_type>"
+    layout = f"tessera::stored<tessera::{rows}_rows<tessera::{element}, {dim}, {v_dim}>, {given}::layout_type::placement_type>"
     return (f"#include <tessera/methods/{method}.hpp>\n#include <tessera/layout/{rows}_rows.hpp>\n"
             "#include <tessera/layout/packed_rows.hpp>\n"
             f"static_assert(!tessera::packing_layout<{given}::layout_type>,\n"
             f"              \"tessera: {method} packs its rows; leave rows out\");\n"
-            f"using recipe_type = tessera::{method}<tessera::{element}, {dim}, {dim}, {layout}>;\n")
+            f"using recipe_type = tessera::{method}<tessera::{element}, {dim}, {v_dim}, {layout}>;\n")
 
 
 @functools.cache
@@ -151,33 +157,37 @@ def command_of(device):
             ABI, "-diag-suppress=177", "-x", "cu"]
 
 
-def library(method, dtype, dim, device="cpu", kind="cache", rows="given"):
+def library(method, dtype, dim, device="cpu", kind="cache", rows="given", v_dim=None):
     """The path of a recipe's library, compiled unless it is there. Errors: ValueError with the compiler's one sentence.
 
-    kind: "cache", or "pages" for the operations over an engine's own pages; rows: one of ROWS.
+    dim, v_dim: of keys and of values (None: the same); kind: "cache", or "pages" for the operations over an engine's own pages; rows: one of ROWS.
     """
     check_rows(method, rows, device)
     if dtype not in ELEMENTS:
         raise ValueError(f"dtype is {dtype}; expected {', '.join(map(str, ELEMENTS))}; cast the model")
-    if dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim is {dim}; expected one of {', '.join(map(str, HEAD_DIMS))}; "
-                         "the library's kernels are made for these")
+    v_dim = v_dim or dim
+    for name, own in (("head_dim", dim), ("head_dim of values", v_dim)):
+        dims = HEAD_DIMS if device == "cpu" else HEAD_DIMS[:-1]
+        if own not in dims:
+            raise ValueError(f"{name} is {own}; expected one of {', '.join(map(str, dims))}; "
+                             "the library's kernels are made for these")
     if device == "cuda" and dtype == torch.float32:
         raise ValueError("dtype is torch.float32; expected torch.bfloat16 or torch.float16 on CUDA; cast the model")
     command = command_of(device)
     folder = "pages/" if kind == "pages" else ""
     text = (f'#include "{folder}{device}_{kind}.{"hpp" if device == "cpu" else "cuh"}"\n' +
-            source_of(method, ELEMENTS[dtype], dim, rows) + (EXPORTS if kind == "cache" else PAGE_EXPORTS) % device)
+            source_of(method, ELEMENTS[dtype], dim, rows, v_dim) + (EXPORTS if kind == "cache" else PAGE_EXPORTS) % device)
     unused = (*OPERATORS, "registry.hpp", "tensor_rows.hpp", "torch_memory.hpp", "pages/page_tensors.hpp",
               *([] if device == "cuda" else ["backend/cuda"]), *([] if kind == "pages" else ["pages/"]))
     depends = machine(command[0], *unused)
     key = hashlib.sha256("\0".join([depends, *command, text]).encode()).hexdigest()[:24]
     name = method if isinstance(method, str) else "policy"
     element = ELEMENTS[dtype] if rows == "given" else f"{rows}_of_{ELEMENTS[dtype]}"
-    path = cache_folder() / f"{name}_{element}_{dim}_{device}_{kind}_{key}.so"
+    dims = dim if v_dim == dim else f"{dim}x{v_dim}"
+    path = cache_folder() / f"{name}_{element}_{dims}_{device}_{kind}_{key}.so"
     if path.exists():
         return path
-    refuse_to_compile(path)
+    begin_to_compile(path, f"{name} for {element} and head dim {dims}", 60 if device == "cuda" else 20)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         source = pathlib.Path(folder) / "recipe.cpp"
@@ -219,7 +229,7 @@ def operators():
     name = "tessera_torch_operators"
     folder = cache_folder() / f"operators_{key}"
     if not (folder / "built").exists():
-        refuse_to_compile(folder)
+        begin_to_compile(folder, "its operators", 40)
         from torch.utils import cpp_extension
         folder.mkdir(parents=True, exist_ok=True)
         cpp_extension.load(name, [str(SOURCES / source) for source in OPERATORS], extra_cflags=flags, build_directory=str(folder),

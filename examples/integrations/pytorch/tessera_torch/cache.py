@@ -6,15 +6,14 @@ one operator: store, choose, attend.
 """
 import contextlib
 import copy
-import weakref
 
 import torch
 import transformers
 
 from . import build, drafts, generation, opening, rereading
 from .attention import NAME
-from .facts import model_facts
-from .layers import Handed, Layer
+from .facts import layer_plan, model_facts
+from .layers import handed, layer_for, refuse, restored, saved_states
 from .rows import Rows, changed_budget, checked_budget
 
 
@@ -44,17 +43,17 @@ class TesseraCache(transformers.Cache):
                              f"with attn_implementation='{NAME}' or call model.set_attn_implementation('{NAME}')")
         self.method, self.budget = method, checked_budget(budget)
         self.settings = [word for name, value in parameters.items() for word in (name, str(value))]
-        self.layer_count = text.num_hidden_layers
         self._profile = model_facts.profile_table(profile)
-        self._text_config = text
-        model_facts.check_layers(text)
-        self.window, self.sliding_layers = model_facts.sliding_of(text)
+        self._text_config, self._sees_text_alone = text, text is config
+        self.plan = layer_plan.layers_of(text)
+        self.layer_count = len(self.plan)
+        self._stored = [number for number, layer in enumerate(self.plan) if layer.stores]  # layers that keep keys and values
         super().__init__(layers=self._layers())
         self.max_length = max_length
         if draft_tokens not in (None, *range(generation.STEP_TOKENS)):
             raise ValueError(f"draft_tokens is {draft_tokens}; expected 0 to {generation.STEP_TOKENS - 1}; check longer drafts in parts")
         self._draft_tokens = draft_tokens
-        self._longest = max_length or text.max_position_embeddings
+        self._longest = max_length or getattr(text, "max_position_embeddings", None) or layer_plan.NO_LENGTH
         self._operators = build.operators()
         build.check_rows(method, rows, "cpu")
         self._row_format = rows
@@ -70,13 +69,11 @@ class TesseraCache(transformers.Cache):
         self._forget()
 
     def _forget(self):
-        self._handle = None    # of the operators; made when the first layer shows shapes and types
-        self._free = None
+        self._kinds = None     # the library's caches; made when layers show shapes and types
         self.tokens = 0        # columns of the batch, padding included: what transformers calls the cache's length
         self._padding = None   # which of the first columns are no padding: see Rows
-        self._next_layer = 0
+        self._next_layer = 0   # of those that are stored
         self._in_prompt = False
-        self._sinks = None     # [layers, q_heads], where the model has them
         self._like = None      # an empty tensor of the model's device
         self._prepared = False  # the host's part of the next step is done: see CapturedStep
         self._room = None       # tokens that memory is there for; None: max_length
@@ -96,10 +93,10 @@ class TesseraCache(transformers.Cache):
     # --- what transformers asks -----------------------------------------------------------------------------------------
 
     def _layers(self):
-        return [Layer(self, layer in self.sliding_layers) for layer in range(self.layer_count)]
+        return [layer_for(self, layer) for layer in self.plan]
 
     def update(self, key_states, value_states, layer_idx, *_, **__):
-        return Handed(key_states, self, layer_idx), value_states
+        return handed(self, layer_idx, key_states, value_states)
 
     @property
     def is_initialized(self):
@@ -108,21 +105,22 @@ class TesseraCache(transformers.Cache):
     @property
     def sequences(self):
         """Sequences of the batch; -1 before the first call."""
-        return -1 if self._handle is None else self._made_for[2]
+        return -1 if self._kinds is None else self._made_for[2]
 
     def reset(self):
         """Empties the cache and frees its memory."""
-        if self._free is not None:
-            self._free()
+        if self._kinds is not None:
+            self._kinds.free()
         self._forget()
+        self.layers = self._layers()  # recurrent ones begin anew
 
     def __deepcopy__(self, memo):
         """An independent copy: answer several questions about one prompt, or keep a state to go back to."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
-        twin.layers, twin._recorded = twin._layers(), None
-        if self._handle is not None:
-            twin._own(self._operators.clone(self._handle))
+        twin.layers, twin._recorded = restored(twin, saved_states(self.layers)), None
+        if self._kinds is not None:
+            twin._own(self._kinds.clone())
             twin._turn = copy.deepcopy(self._turn)
         return twin
 
@@ -137,8 +135,8 @@ class TesseraCache(transformers.Cache):
     def __setstate__(self, state):
         opening.restore(self, state)
 
-    def _library(self, dtype, dim, device="cpu"):
-        return build.library(self.method, dtype, dim, device, rows=self._row_format)
+    def _library(self, dtype, dim, device="cpu", v_dim=None):
+        return build.library(self.method, dtype, dim, device, rows=self._row_format, v_dim=v_dim)
 
     def __repr__(self):
         name = self.method if isinstance(self.method, str) else "a policy of one's own"
@@ -147,47 +145,65 @@ class TesseraCache(transformers.Cache):
     # --- one layer of a call --------------------------------------------------------------------------------------------
 
     def attend(self, layer, q, k, v, mask, scaling, softcap, sliding_window, sinks):
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-            raise ValueError("gradients are asked for; expected none: a cache is for inference; call under torch.no_grad()")
+        position = self._stored.index(layer)
         if self._again is not None:
-            return self._operators.reread(self._handle, layer, q, k, v, *self._again)
-        if layer == 0:
-            self._begin(q, k, mask, scaling, softcap, sinks)
-        elif layer != self._next_layer:
-            raise ValueError(f"layer is {layer}; expected {self._next_layer}; run every layer, in order, in every call")
+            return self._kinds.of_layer(layer).reread(layer, q, k, v, scaling, softcap, self._again)
+        if position == 0:
+            self._begin(q, k, v, mask)
+        elif position != self._next_layer:
+            raise ValueError(f"layer is {layer}; expected {self._stored[self._next_layer or 0]}; run every layer, in order, in every call")
         if self._rehearsal is not None and not self._rehearsal.runs:
             return self._rehearsal.reply(layer, q)
-        if (sliding_window is not None) != (layer in self.sliding_layers):
-            raise ValueError(f"sliding window of layer {layer} is {sliding_window}; expected "
-                             f"{self.window if layer in self.sliding_layers else None}; pass the cache this model's config")
-        if sinks is not None and self.tokens == 0:
-            self._sinks[layer].copy_(sinks)
+        self._check_window(layer, sliding_window)
+        kind = self._kinds.of_layer(layer)
+        if kind.handle is None:
+            kind.open(self, q, k, v, scaling, softcap, sinks)
+        if self.tokens == 0:
+            kind.note_sinks(layer, sinks)
+        q, k = kind.queries(q, scaling, softcap), kind.keys(k)
         self._next_layer = None  # until this layer is done: see _begin
         try:
             if self._in_prompt:
-                q, k, v = map(self._rows.forward, (q, k, v))
-                out = self._operators.prompt(self._handle, layer, q, k, v, self._rows.first, self._rows.last, self._flags,
-                                             self._is_last)
-                out = self._rows.back(out)
+                out = kind.prompt(layer, q, k, v, self._rows, self._flags, self._is_last)
             else:
-                out = self._operators.step(self._handle, layer, q, k, v)
+                out = kind.step(layer, q, k, v)
                 if self._recorded is not None:
                     self._recorded.note(layer, self._flags, q, k, v)
         except ValueError:
-            if layer == 0:
+            if position == 0:
                 self._next_layer = 0  # the library checks before it changes anything
             raise
-        self._next_layer = layer + 1
+        self._next_layer = position + 1
         if self._rehearsal is not None:
             self._rehearsal.note(layer, out)
-        if layer + 1 == self.layer_count:
+        if position + 1 == len(self._stored):
             self._next_layer = 0
             self.tokens += q.shape[2]
             self._padding = self._rows.past
             self._has_ended = self._in_prompt and self._is_last
         return out
 
-    def _begin(self, q, k, mask, scaling, softcap, sinks):
+    def attend_again(self, layer, q, scaling, softcap, sliding_window):
+        """Attention of another layer's queries over the keys and values of `layer`, which has had the call's. A model may ask for the
+        call's last tokens alone."""
+        self._check_window(layer, sliding_window)
+        kind = self._kinds.of_layer(layer)
+        q = kind.queries(q, scaling, softcap)
+        return kind.prompt_again(layer, q, self._rows) if self._in_prompt else kind.step_again(layer, q)
+
+    def fail_call(self):
+        """A call of the model was refused, or broke off: nothing of a first one stays, and recurrent layers have had another."""
+        if self.tokens == 0:
+            self.reset()
+        elif any(layer.states for layer in self.plan):
+            self._next_layer = None
+
+    def _check_window(self, layer, given):
+        if (given or 0) != self.plan[layer].window:
+            raise ValueError(f"sliding window of layer {layer} is {given}; expected {self.plan[layer].window or None}; "
+                             "pass the cache this model's config")
+
+    def _begin(self, q, k, v, mask):
         """Before a call's first layer: what the call is, a chunk of a prompt or a step."""
         if self._next_layer != 0:
             if self.tokens > 0:
@@ -195,7 +211,7 @@ class TesseraCache(transformers.Cache):
                                  "call reset() and give it the conversation again")
             self.reset()
         batch, _, tokens, dim = q.shape
-        if self._handle is not None and (q.dtype, q.device, batch) != self._made_for:
+        if self._kinds is not None and (q.dtype, q.device, batch) != self._made_for:
             raise ValueError(f"dtype, device and batch are {q.dtype}, {q.device}, {batch}; expected those that the cache "
                              f"was made for, {self._made_for}; make a cache for each")
         self._check_length(self.tokens + tokens)
@@ -209,18 +225,19 @@ class TesseraCache(transformers.Cache):
                 self._rehearsal = drafts.Rehearsal(self)
                 return self._rehearsal.run(draft, tokens)
         rows = Rows(mask, batch, tokens, self.tokens, self._padding)
-        text = self._take_text(rows, (batch, tokens))
+        text = rereading.take_text(self, rows, (batch, tokens))
         flags = None if text is None else self._marks(text)
         goes_on = self._reading_prompt or self._is_cut or request is not None and request.prompt_goes_on
         is_step = tokens == 1 and self.tokens > 0 and not goes_on
         if draft is not None:
             is_step = self._rehearsal is None or self._rehearsal.is_step
-        if self._handle is None:
-            self._path = self._library(q.dtype, dim, q.device.type)
-            self._drops = self._operators.fact(str(self._path), "drops_by_layer")
+        if self._kinds is None:
+            self._path = self._library(q.dtype, dim, q.device.type, v.shape[-1])
+            # Where a later layer reads the rows of one, they stay until the prompt has passed through all.
+            self._drops = self._operators.fact(str(self._path), "drops_by_layer") and not any(layer.reads for layer in self.plan)
         is_last = not is_step and self._drops and opening.ends_prompt(self, request, tokens)
-        if self._handle is None:
-            opening.open_cache(self, q, k, scaling, softcap, sinks, draft is not None, is_last, request)
+        if self._kinds is None:
+            opening.open_cache(self, q, draft is not None, is_last, request)
         elif self._has_ended:
             self.end_prompt()
         self._make_room(tokens)
@@ -233,26 +250,18 @@ class TesseraCache(transformers.Cache):
         if is_step:
             self.end_prompt()
             if not self._prepared:
-                self._operators.prepare_step(self._handle, like, flags)
+                self._kinds.each("prepare_step", like, flags)
             self._prepared = False
-            self._operators.begin_step(self._handle, like)
+            self._kinds.each("begin_step", like)
         elif self._announced:
             if not (is_last or self._has_begun):
-                self._operators.reserve(self._handle, self._announced)
+                self._kinds.each("reserve", self._announced)
             self._announced, self._has_begun = max(0, self._announced - tokens), True
         if self._rereads and not is_step:
             rereading.note_turn(self, text, rows)
         if not (is_step or self._in_prompt):
             self._began = self.tokens
         self._in_prompt, self._rows, self._flags, self._is_last = not is_step, rows, flags, is_last
-
-    def _take_text(self, rows, shape):
-        """The call's tokens as `rows` has them, [batch, tokens]; None where the text is not known."""
-        tokens, self._text = self._text, None
-        if tokens is None or tuple(tokens.shape) != shape:
-            return None
-        tokens = tokens.cpu()
-        return tokens if rows.order is None else tokens.gather(1, rows.order.cpu())
 
     def _check_length(self, tokens):
         if tokens > self._longest:
@@ -278,9 +287,8 @@ class TesseraCache(transformers.Cache):
         tokens = int(tokens)  # a tensor, of some versions of transformers
         drafts.crop(self, -tokens if tokens <= 0 else max(0, self.tokens - tokens))
 
-    def _own(self, handle):
-        self._handle, self.memory_of = handle, object()
-        self._free = weakref.finalize(self, self._operators.destroy, handle.item())
+    def _own(self, kinds):
+        self._kinds, self.memory_of = kinds, object()
 
     # --- the text -------------------------------------------------------------------------------------------------------
 
@@ -291,26 +299,15 @@ class TesseraCache(transformers.Cache):
         A call's last token ends its segment if it is a delimiter, whatever comes in the next call. What is read again passes
         through the model when the prompt ends: before the first step, or in end_prompt.
         """
-        if self._marks is None:
-            self._marks, self._repeated = model_facts.SegmentEnds(tokenizer), model_facts.Repeated(tokenizer)
-        self._model = weakref.ref(model)
-        owner = weakref.ref(self)
-
-        def look(_, arguments, named):
-            cache = owner()
-            if cache is None:
-                hook.remove()
-            elif cache in (named.get("cache"), named.get("past_key_values")) and not cache._prepared:
-                cache._text = named.get("input_ids", arguments[0] if arguments else None)
-
-        hook = model.register_forward_pre_hook(look, with_kwargs=True)
-        weakref.finalize(self, hook.remove)
+        rereading.follow_text(self, model, tokenizer)
         return self
 
     # --- a step in two parts: see CapturedStep --------------------------------------------------------------------------
 
     def prepare_step(self, tokens):
         """The host's part of a step of tokens [batch, 1]; the model's next call is its other part. Returns what it does."""
+        if any(layer.states for layer in self.plan):
+            refuse("capturing steps of a model whose layers have states of their own")
         if self._next_layer != 0 or self.tokens == 0:
             raise ValueError(f"the cache is {'empty' if self._next_layer == 0 else 'half way through a call that failed'}; "
                              "expected a prompt in it; call the model with one before a step")
@@ -321,9 +318,9 @@ class TesseraCache(transformers.Cache):
         self._recorded = None
         self._make_room(1)
         self.end_prompt()
-        self._operators.prepare_step(self._handle, self._like, self._marks(tokens.cpu()) if self._marks else None)
+        self._kinds.each("prepare_step", self._like, self._marks(tokens.cpu()) if self._marks else None)
         self._prepared = True
-        return self._operators.actions(self._handle)
+        return tuple(self._kinds.each("actions"))
 
     def took_captured_step(self):
         """A replayed graph is the other part."""
@@ -341,7 +338,7 @@ class TesseraCache(transformers.Cache):
         if self._in_prompt:
             if self._rereads:
                 rereading.read_again(self)
-            self._operators.end_prompt(self._handle, self._like)
+            self._kinds.each("end_prompt", self._like)
             self._in_prompt = self._is_cut = self._has_ended = False
             self._ended = self.tokens
 
@@ -361,9 +358,9 @@ class TesseraCache(transformers.Cache):
     def set_budget(self, tokens):
         """Changes the budget; it counts from the next time the method chooses what stays or what is read."""
         self.budget = changed_budget(self.budget, tokens)
-        if self._handle is not None:
-            for handle, _ in drafts.handles(self):
-                self._operators.set_budget(handle, tokens)
+        if self._kinds is not None:
+            for kinds, _ in drafts.both(self):
+                kinds.each("set_budget", tokens)
             self.memory_of = object()
 
     def fit_memory(self, tokens=256):
@@ -371,13 +368,13 @@ class TesseraCache(transformers.Cache):
 
         Call it when a prompt has ended: the method's choice then becomes free memory. Later calls take more as they need.
         """
-        if self._handle is not None:
-            for handle, behind in drafts.handles(self):
-                self._operators.fit_memory(handle, tokens + behind)
+        if self._kinds is not None:
+            for kinds, behind in drafts.both(self):
+                kinds.each("fit_memory", tokens + behind)
             self._room, self.memory_of = tokens, object()
 
     def _figure(self, column):
-        return 0 if self._handle is None else int(self._operators.figures(self._handle)[:, column].sum())
+        return 0 if self._kinds is None else int(self._kinds.figures()[:, column].sum())
 
     def bytes(self):
         """Bytes that are held for all sequences and layers, slack included."""
@@ -392,9 +389,10 @@ class TesseraCache(transformers.Cache):
         return self._figure(2)
 
     def kept_positions(self, layer):
-        """[sequence][kv_head]: the positions that a layer stores, ascending; a sequence's first token is 0."""
-        if self._handle is None:
+        """[sequence][kv_head]: the positions that a layer stores, ascending; a sequence's first token is 0. [] of a layer without keys of
+        its own."""
+        if self._kinds is None or layer not in self._stored:
             return []
-        rows = self._operators.positions(self._handle, layer)
+        rows = self._kinds.of_layer(layer).positions(layer)
         heads = len(rows) // self._made_for[2]
         return [rows[begin:begin + heads] for begin in range(0, len(rows), heads)]

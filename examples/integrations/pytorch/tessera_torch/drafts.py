@@ -16,17 +16,19 @@ def is_step(cache, draft, tokens):
     return cache.tokens > 0 and not cache._is_cut and tokens == draft.tokens + 1 and tokens <= longest_step(cache)
 
 
-def handles(cache):
-    """The cache's handle of the operators and 0; and of the copy from before a draft that is not judged yet, and how many columns it
-    is behind."""
+def both(cache):
+    """The cache's kinds and 0; and those of the copy from before a draft that is not judged yet, and how many columns it is behind."""
     copy = cache._recorded
-    return [(cache._handle, 0)] + ([] if copy is None else [(copy.handle, cache.tokens - copy.begin)])
+    return [(cache._kinds, 0)] + ([] if copy is None else [(copy.kinds, cache.tokens - copy.begin)])
 
 
 def crop(cache, removed):
     """Takes back the newest `removed` columns of the batch."""
     recorded = cache._recorded
-    if removed == 0 or cache._handle is None:
+    if removed > 0 and any(layer.states for layer in cache.plan):
+        raise ValueError(f"tokens to take back are {removed}; expected 0: layers of the model have states of their own, which go on alone; "
+                         "call reset(), or keep a copy.deepcopy of the cache to go back to")
+    if removed == 0 or cache._kinds is None:
         cache._recorded = None
         return
     if cache._next_layer != 0:
@@ -45,7 +47,7 @@ def crop(cache, removed):
     empty = (~padding[:, left:]).sum(-1).tolist() if left < known else [0] * cache.sequences
     counts = [removed - columns for columns in empty]
     prompt_is_gone = cache._in_prompt and left == cache._began
-    cache._operators.crop(cache._handle, cache._like, counts, prompt_is_gone)
+    cache._kinds.each("crop", cache._like, counts, prompt_is_gone)
     if cache._in_prompt:
         for text, count in zip(cache._turn or (), counts):
             del text[max(0, len(text) - count):]
@@ -70,8 +72,7 @@ class Recorded:
     more, without the model: the bits of a cache that never had the draft. Memory: the cache's once more, until the draft is judged."""
 
     def __init__(self, cache):
-        handle = cache._operators.clone(cache._handle)
-        self.handle, self._free = handle, weakref.finalize(self, cache._operators.destroy, handle.item())
+        self.kinds = cache._kinds.clone()
         self._cache, self._steps = weakref.proxy(cache), []  # of each step what its tokens end, and rows by layer
         self.begin = cache.tokens
 
@@ -81,16 +82,15 @@ class Recorded:
         self._steps[-1][1].append(rows)
 
     def go_back(self, accepted):
-        cache, operators, like = self._cache, self._cache._operators, self._cache._like
-        self._free.detach()  # the handle is the cache's now
-        cache._free()
-        cache._own(self.handle)
+        cache, kinds, like = self._cache, self.kinds, self._cache._like
+        cache._kinds.free()
+        cache._own(kinds)
         try:
             for flags, layers in self._steps[:accepted]:
-                operators.prepare_step(self.handle, like, flags)
-                operators.begin_step(self.handle, like)
+                kinds.each("prepare_step", like, flags)
+                kinds.each("begin_step", like)
                 for layer, rows in enumerate(layers):
-                    operators.step(self.handle, layer, *rows)
+                    kinds.of_layer(layer).step(layer, *rows)
         except BaseException:
             cache.fail_step()  # some of the accepted tokens are stored
             raise

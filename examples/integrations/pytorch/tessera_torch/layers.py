@@ -1,6 +1,9 @@
 """What transformers asks of a cache's layers, and new keys on their way from the cache to the attention function."""
+import copy
 import weakref
 
+import torch
+from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin
 
 READ_FREELY = ("device", "dim", "dtype", "is_cuda", "ndim", "requires_grad", "shape", "size", "stride")
@@ -38,6 +41,58 @@ class Handed:
     def _refuse():
         raise ValueError("attention of the model is another than 'tessera'; expected 'tessera' wherever keys go into a "
                          "TesseraCache; call model.set_attn_implementation('tessera'), or pass another cache")
+
+
+class Latents(torch.Tensor):
+    """Latent rows from which a model makes its new keys and values (DeepSeek), and whatever it makes of them: all say whose they are.
+
+    The model may shape them and pass them through layers; attention other than "tessera" would see nothing of the past, and its
+    products are refused."""
+
+    SHAPING = frozenset("""
+        __get__ __getitem__ __setitem__ cat chunk clone contiguous copy_ dim expand flatten layer_norm linear mul narrow new_empty
+        new_zeros numel pow repeat_interleave reshape rms_norm rsqrt size split stride sum to transpose type_as unsqueeze view add mean
+        is_floating_point float permute unflatten split_with_sizes empty_like add_ mul_ __len__ is_complex""".split())
+
+    @classmethod
+    def of(cls, rows, cache, layer):
+        marked = rows.as_subclass(cls)
+        marked.cache, marked.layer = cache, layer
+        return marked
+
+    @property
+    def rows(self):
+        return self.as_subclass(torch.Tensor)
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), named=None):
+        if getattr(function, "__name__", "") not in cls.SHAPING:
+            Handed._refuse()
+        result = super().__torch_function__(function, types, arguments, named or {})
+        mark = next(one for one in cls._within((arguments, named)) if hasattr(one, "cache"))
+        for one in cls._within(result):
+            one.cache, one.layer = mark.cache, mark.layer
+        return result
+
+    @classmethod
+    def _within(cls, given):
+        """Every marked tensor in nested arguments."""
+        if isinstance(given, cls):
+            yield given
+        elif isinstance(given, (tuple, list)):
+            for one in given:
+                yield from cls._within(one)
+        elif isinstance(given, dict):
+            yield from cls._within(list(given.values()))
+
+
+def handed(cache, layer, keys, values):
+    """What `update` answers: new rows that say whose they are."""
+    config = cache._text_config
+    sizes = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
+    if keys.shape[1] == 1 and (keys.shape[-1], values.shape[-1]) == sizes:
+        return Latents.of(keys, cache, layer), Latents.of(values, cache, layer)
+    return Handed(keys, cache, layer), values
 
 
 class Layer(CacheLayerMixin):
@@ -107,3 +162,50 @@ class Layer(CacheLayerMixin):
 
     def batch_select_indices(self, *_):
         refuse("choosing sequences of a batch")
+
+
+class NoStates:
+    """transformers 4 has no layers with recurrent states."""
+
+
+class HybridLayer(getattr(cache_utils, "LinearAttentionLayer", NoStates), Layer):
+    """Keys and values are ours, a recurrent state beside them is transformers'."""
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, cache, sliding, states):
+        super().__init__(number_of_states=states)
+        Layer.__init__(self, cache, sliding)
+
+    def reset(self):
+        self._cache().reset()
+
+    def crop(self, *_):
+        Layer.crop(self)
+
+    def reorder_cache(self, *_):
+        Layer.reorder_cache(self)
+
+
+def layer_for(cache, layer):
+    """What transformers sees of a layer; layer: of layer_plan."""
+    if layer.stores and layer.states:
+        return HybridLayer(cache, bool(layer.window), layer.states)
+    if layer.stores:
+        return Layer(cache, bool(layer.window))
+    return cache_utils.LinearAttentionLayer(number_of_states=layer.states) if layer.states else cache_utils.DummyLayer()
+
+
+def saved_states(layers):
+    """Of each layer its recurrent state, {} of one without."""
+    return [copy.deepcopy({name: value for name, value in vars(layer).items() if name != "_cache"})
+            if hasattr(layer, "recurrent_states") else {} for layer in layers]
+
+
+def restored(cache, states):
+    """New layers for a cache, with these recurrent states."""
+    layers = cache._layers()
+    for layer, state in zip(layers, states):
+        vars(layer).update(state)
+    return layers

@@ -1,11 +1,12 @@
 """Before a call's first layer: whether generate can come to its end with a cache, and the library's cache behind a TesseraCache."""
-import contextlib
+import functools
 
 import torch
 
 from . import build, generation, rereading
 from .facts import rope
-from .layers import refuse
+from .kinds import layer_kinds
+from .layers import refuse, restored, saved_states
 from .rows import budgets_by_row
 
 ROOM = 1024  # tokens behind a first prompt that there is memory for, where nobody says how many will come
@@ -13,6 +14,8 @@ ROOM = 1024  # tokens behind a first prompt that there is memory for, where nobo
 
 def check(cache, request, q):
     """Before anything is stored: whether generate will come to its end with this cache."""
+    if request.draft is not None and any(layer.reads or not layer.stores or layer.states for layer in cache.plan):
+        refuse("checking drafts in a model whose layers share keys, or have states of their own,")
     if request.draft is not None:
         cache._path = cache._library(q.dtype, q.shape[-1], q.device.type)
     elif request.mode not in generation.ONE_BY_ONE:
@@ -34,18 +37,22 @@ def ends_prompt(cache, request, tokens):
     return request is not None and request.draft is None and not request.prompt_goes_on
 
 
-def open_cache(cache, q, k, scaling, softcap, sinks, checks_drafts, is_last, request):
-    """The library's cache for a batch of these shapes. is_last: the call is all of the first prompt, and the method drops tokens layer
-    by layer: then CUDA takes memory for one whole layer and for what stays, and fit_memory takes more when the room is used up."""
-    batch, q_heads, tokens, dim = q.shape
-    if sinks is not None:
-        cache._sinks = torch.zeros(cache.layer_count, q_heads, device=q.device)
-    path, operators = str(cache._path), cache._operators
-    if operators.fact(path, "takes_scores"):
-        name = cache.method if isinstance(cache.method, str) else "a policy of one's own"
+def open_cache(cache, q, checks_drafts, is_last, request):
+    """What the library's caches are made of, for a batch of q's type; each is opened when a layer of its kind shows its shape.
+
+    is_last: the call is all of the first prompt, and the method drops tokens layer by layer: then CUDA takes memory for one whole layer
+    and for what stays, and fit_memory takes more when the room is used up."""
+    batch, _, tokens, _ = q.shape
+    fact = functools.partial(cache._operators.fact, str(cache._path))
+    name = cache.method if isinstance(cache.method, str) else "a policy of one's own"
+    if fact("takes_scores"):
         raise ValueError(f"method is {name!r}; expected one that scores tokens by itself, as a cache of transformers sees no hidden "
                          "states, from which a gate scores; take another method, or any_cache::set_scores of the C++ library")
-    cache._rereads = operators.fact(path, "rereads")
+    if fact("turns_queries") and not cache._sees_text_alone:
+        rope.check_places(cache._text_config)
+    kinds = layer_kinds.Kinds.of(cache.plan, cache._text_config, fact("turns_queries"))
+    check_layers(cache.plan, kinds, name, fact)
+    cache._rereads = fact("rereads")
     if cache._rereads and cache._repeated is None:
         raise ValueError(rereading.NO_TEXT)
     longest = cache._longest + (cache._repeated.longest if cache._rereads else 0)
@@ -57,24 +64,29 @@ def open_cache(cache, q, k, scaling, softcap, sinks, checks_drafts, is_last, req
         most = 1 + cache._draft_tokens
     elif q.is_cuda and not checks_drafts:
         most = 1
-    speeds = rope.speeds(cache._text_config, dim) if operators.fact(path, "turns_queries") else []
-    cache._made_of = [cache.layer_count, q_heads, k.shape[1], cache.sliding_layers, cache.window, scaling or 0.0, softcap or 0.0, budget,
-                      cache.settings, batch, longest, cache._sinks, q.device, speeds, cache._profile, most, budgets, shares]
-    cache._made_for, cache._dim = (q.dtype, q.device, batch), dim
-    create(cache, first, answer)
+    cache._request = layer_kinds.Request(longest, budget, budgets, shares, cache.settings, cache._profile, most, first, answer)
+    cache._made_for = (q.dtype, q.device, batch)
+    cache._like = torch.empty((0, 1, 1), dtype=q.dtype, device=q.device)
+    cache._own(kinds)
     cache._step_tokens, cache._room = most, first + answer if is_last else None
 
 
-def create(cache, first=0, answer=0):
-    """The library's cache, by what `open_cache` noted. first, answer: tokens of a first prompt that comes whole, and behind it."""
-    dtype, device, _ = cache._made_for
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        cache._own(cache._operators.create(str(cache._path), *cache._made_of, first, answer))
-    cache._like = torch.empty((0, 1, 1), dtype=dtype, device=device)
+def check_layers(plan, kinds, name, fact):
+    """Whether a method can work in a model's layers. Errors: ValueError where it would mix what it must not."""
+    if len(kinds.choosing) > 1 and fact("looks_over_layers"):
+        raise ValueError(f"method is {name!r}, which looks over all layers; expected one that chooses layer by layer, as layers of the "
+                         "model have rows of several shapes, or queries that turn in several ways; take another method")
+    others = "read the keys of another" if any(layer.reads for layer in plan) else "have states of their own"
+    if any(layer.reads or layer.states for layer in plan) and fact("rereads"):
+        raise ValueError(f"method is {name!r}, which passes prompts through the model once more; expected another one, as some layers "
+                         f"of the model {others}; take another method")
+    if any(layer.reads for layer in plan) and fact("adds_up"):
+        raise ValueError(f"method is {name!r}, whose steps add up queries or values; expected another one, as some layers of the model "
+                         f"{others}; take another method")
 
 
 # What belongs to a process, a model or a call, and is made anew where a cache is loaded.
-UNSAVED = {"_operators", "_handle", "_free", "_path", "_like", "layers", "memory_of", "_model", "_marks", "_repeated", "_rows", "_flags", "_text",
+UNSAVED = {"_operators", "_path", "_like", "layers", "memory_of", "_model", "_marks", "_repeated", "_rows", "_flags", "_text",
            "_again", "_rehearsal", "_recorded"}
 
 
@@ -85,21 +97,20 @@ def saved_state(cache):
     if cache._in_prompt:
         raise ValueError("the prompt has not ended; expected an ended one; call end_prompt() before the cache is saved")
     state = {name: value for name, value in cache.__dict__.items() if name not in UNSAVED}
-    state["sequences"] = None if cache._handle is None else cache._operators.save(cache._handle)
-    return state
+    return {**state, "states": saved_states(cache.layers)}
 
 
 def restore(cache, state):
     """Makes a new object the cache that `saved_state` was called for. Errors: ValueError for bytes of another library or recipe."""
-    sequences = state.pop("sequences")
+    states = state.pop("states")
     cache.__dict__.update(dict.fromkeys(UNSAVED), **state)
-    cache.layers, cache._operators = cache._layers(), build.operators()
+    cache.layers, cache._operators = restored(cache, states), build.operators()
     cache.memory_of = None
-    if sequences is None:
+    if cache._kinds is None:
         return
     dtype, device, _ = cache._made_for
-    cache._path = cache._library(dtype, cache._dim, device.type)
-    create(cache)
-    cache._operators.load(cache._handle, sequences)
+    cache._like = torch.empty((0, 1, 1), dtype=dtype, device=device)
+    cache._kinds.load(cache)
+    cache._path = cache._kinds.all[0].path(cache)
     if cache._room is not None:  # memory was made for less than max_length
-        cache._operators.fit_memory(cache._handle, cache._room)
+        cache._kinds.each("fit_memory", cache._room)

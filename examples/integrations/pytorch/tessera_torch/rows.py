@@ -1,7 +1,16 @@
 """The rows of a batch: which tokens of a call are real, and which budget each row has."""
+import copy
 import math
 
 import torch
+
+
+class Padding(torch.Tensor):
+    """Which columns are padding, [batch, 1, 1, columns], for models that cut masks by their rows of queries: here all see the same."""
+
+    @property
+    def columns(self):
+        return self.as_subclass(torch.Tensor)[:, 0, 0]
 
 
 class Rows:
@@ -13,9 +22,10 @@ class Rows:
     """
 
     def __init__(self, mask, batch, tokens, stored=0, past=None):
-        self.first, self.last, self.order, self.past = [0] * batch, [tokens] * batch, None, past
+        self.tokens, self.first, self.last, self.order, self.past = tokens, [0] * batch, [tokens] * batch, None, past
         if mask is None:
             return
+        mask = mask.columns if isinstance(mask, Padding) else mask
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             shape = f"{mask.dim()} dimensions" if isinstance(mask, torch.Tensor) else f"type {type(mask).__name__}"
             raise ValueError(f"attention mask has {shape}; expected 2, [batch, tokens]; "
@@ -42,6 +52,21 @@ class Rows:
             self.order = torch.argsort((~real).int(), dim=-1, stable=True)
             first = torch.zeros_like(first)
         self.first, self.last = first.tolist(), (first + count).tolist()
+
+    def newest(self, tokens):
+        """The rows of the call's last columns alone."""
+        skipped = self.tokens - tokens
+        if skipped == 0:
+            return self
+        part = copy.copy(self)
+        part.tokens = tokens
+        if self.order is None:
+            part.first, part.last = ([max(0, column - skipped) for column in columns] for columns in (self.first, self.last))
+        else:
+            real = self.past[:, -tokens:]
+            part.order = torch.argsort((~real).int(), dim=-1, stable=True)
+            part.first, part.last = [0] * len(real), real.sum(-1).tolist()
+        return part
 
     def forward(self, x):
         """[batch, heads, tokens, dim] with padding behind the rest, where it is not at one end already."""

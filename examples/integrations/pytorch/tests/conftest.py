@@ -24,6 +24,7 @@ LINES = (ROOT / "examples" / "data" / "opticks.txt").read_text().split("\n")
 def pytest_addoption(parser):
     parser.addoption("--whole", action="store_true",
                      help="all 50 prompts and 60 conversations against transformers and the tool, where a few are the default")
+    parser.addoption("--models-table", help="the page of tests/models, whose section for this transformers is written anew")
     parser.addoption("--methods", help="of the tests that run for every method, only those for METHOD,METHOD,...")
 
 

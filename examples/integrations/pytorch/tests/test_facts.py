@@ -24,7 +24,7 @@ def llama(**options):
 @pytest.mark.parametrize("options", [{}, LLAMA3, dict(rope_type="linear", factor=4.0)], ids=["default", "llama3", "linear"])
 def test_speeds_are_those_of_the_model_s_rotary_embedding(options):
     config = llama(**options)
-    got = torch.tensor(rope.speeds(config, 64))
+    got = torch.tensor(rope.turn_of(config, config.num_hidden_layers - 1).speeds)
     assert torch.allclose(got, LlamaRotaryEmbedding(config).inv_freq, rtol=1e-6)
 
 
@@ -32,12 +32,12 @@ def test_speeds_of_layers_that_do_not_slide():
     config = transformers.Gemma3TextConfig(hidden_size=128, num_attention_heads=2, head_dim=64, num_hidden_layers=6)
     embedding = Gemma3RotaryEmbedding(config)
     want = embedding.full_attention_inv_freq if hasattr(embedding, "full_attention_inv_freq") else embedding.inv_freq
-    assert torch.allclose(torch.tensor(rope.speeds(config, 64)), want, rtol=1e-6)
+    assert torch.allclose(torch.tensor(rope.turn_of(config, config.num_hidden_layers - 1).speeds), want, rtol=1e-6)
 
 
 def test_no_speeds_where_they_change_with_the_text():
     with pytest.raises(ValueError, match="^RoPE of the model is of the type 'dynamic', whose speeds change with the length of the text; "):
-        rope.speeds(llama(rope_type="dynamic", factor=2.0), 64)
+        rope.turn_of(llama(rope_type="dynamic", factor=2.0), 0)
 
 
 def test_segments_end_behind_delimiters(tokenizer):

@@ -30,12 +30,12 @@ def asked(model, position):
     return list(queries)
 
 
-def measured(model):
-    """Of each layer the speeds [dim / 2], 0 without RoPE; None where it turns other pairs."""
+def measured(model, orders):
+    """Of each layer the speeds [dim / 2], 0 without RoPE, of pairs in an order of elements; None where it turns other pairs."""
     first, second, far = (asked(model, position) for position in (0, 1, 37))
     result = []
-    for here, there, beyond in zip(first, second, far):
-        pairs = [torch.complex(*q.chunk(2, -1)) for q in (here, there, beyond)]
+    for *queries_at, order in zip(first, second, far, orders):
+        pairs = [torch.complex(*(q if order is None else q[:, order]).chunk(2, -1)) for q in queries_at]
         speed = (pairs[1] / pairs[0]).angle().mean(0)
         turned = pairs[0] * torch.polar(torch.ones_like(speed), 37 * speed)
         fits = torch.allclose(turned, pairs[2], rtol=1e-3, atol=1e-4 * pairs[0].abs().max().item())
@@ -54,47 +54,45 @@ def model_of(config):
 def config_of(kind, **more):
     """None where this transformers has no such architecture."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    experts = dict(num_local_experts=2, num_experts=2, num_experts_per_tok=2) if kind in (
-        "exaone_moe", "flex_olmo", "gpt_oss", "granitemoe", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
-        "solar_open") else {}
-    if kind not in CONFIG_MAPPING:
-        return None
-    return CONFIG_MAPPING[kind](**{**SIZES, **experts, **more})
+    return CONFIG_MAPPING[kind](**{**SIZES, **more}) if kind in CONFIG_MAPPING else None
 
 
-@pytest.mark.parametrize("kind", sorted(rope.HALVES))
-def test_speeds_are_what_layers_do(kind):
-    """Of every architecture that is listed: in each layer in which methods choose, the speeds or none."""
-    windows = (*rope.SLIDING_ALONE, "gemma2", "gemma3_text", "gpt_oss", "ministral", "olmo3", "smollm3")
-    slides = dict(sliding_window=16, layer_types=SLIDING) if kind in windows else {}
-    if kind == "smollm3":
-        slides = dict(no_rope_layers=[1, 1, 1, 1])
-    config = config_of(kind, **slides)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=512)
+
+
+def scaled(options):
+    """RoPE's parameters as a config of this transformers takes them."""
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        return dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, **options})
+    part = options.pop("partial_rotary_factor", None)
+    return dict(rope_scaling=options or None, **({} if part is None else {"partial_rotary_factor": part}))
+
+
+@pytest.mark.parametrize("kind, options", [
+    ("llama", scaled(YARN)), ("llama", scaled(LLAMA3)), ("qwen3", scaled(dict(rope_type="linear", factor=4.0))),
+    ("gemma3_text", dict(sliding_window=16, layer_types=SLIDING)), ("cohere", {}), ("glm", {}), ("helium", {}),
+    ("phi", scaled(dict(partial_rotary_factor=0.5))), ("stablelm", scaled(dict(partial_rotary_factor=0.25))),
+    ("smollm3", dict(no_rope_layers=[1, 0, 1, 0])),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_turns_are_what_layers_do(kind, options):
+    """tests/models measures every architecture as its config comes; these are parameters that configs may have."""
+    config = config_of(kind, **options)
     if config is None:
         pytest.skip(f"this transformers has no {kind}")
-    want, layers = rope.speeds(config, DIM), measured(model_of(config))
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
-    chosen = [speed for speed, layer in zip(layers, kinds) if layer == "full_attention"]
-    assert chosen and all(speed is not None for speed in chosen)
-    assert all(torch.allclose(speed, torch.tensor(want).double(), rtol=1e-3, atol=2e-5) for speed in chosen)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    turns = [rope.turn_of(config, layer) for layer in range(config.num_hidden_layers)]
+    got = measured(model_of(config), [turn.order_of(DIM) for turn in turns])
+    for turn, speed, layer_kind in zip(turns, got, kinds):
+        if layer_kind == "full_attention":
+            assert speed is not None
+            assert torch.allclose(speed, torch.tensor(turn.speeds_of(DIM)).double(), rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["cohere", "glm", "ernie4_5", "helium", "stablelm", "phi", "opt"])
-def test_architectures_that_turn_otherwise_are_not_listed(kind):
-    """Neighbouring pairs, parts of heads, learned positions: measured to be other, and refused by expected_attention."""
-    config = config_of(kind)
-    assert None in measured(model_of(config))
-    with pytest.raises(ValueError, match=f"^RoPE of the model of the architecture '{kind}' is not known; "):
-        rope.speeds(config, DIM)
-
-
-@pytest.mark.parametrize("kind, options, sentence", [
-    ("smollm3", dict(no_rope_layers=[1, 1, 1, 0]), "is missing in layer 3 and turns in layer 0; "),
-    ("phi3", dict(partial_rotary_factor=0.5), "turns 0.5 of each head; "),
-    ("helium", {}, "of the architecture 'helium' is not known; "),
-])
-def test_what_cannot_be_turned_back_is_refused_before_anything_is_stored(kind, options, sentence):
-    config = config_of(kind, **options)
+@pytest.mark.parametrize("kind, sentence", [("opt", "of the architecture 'opt' is not known; "),
+                                            ("llama", "is of the type 'dynamic', whose speeds change with the length of the text; ")])
+def test_what_cannot_be_turned_back_is_refused_before_anything_is_stored(kind, sentence):
+    config = config_of(kind, **({} if kind == "opt" else scaled(dict(rope_type="dynamic", factor=2.0))))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="tessera").eval()
     cache = TesseraCache(model.config, "expected_attention", 32)
     with torch.no_grad(), pytest.raises(ValueError, match=f"^RoPE of the model {sentence}.*use another method$"):

@@ -110,7 +110,7 @@ Tensor prompt(const Tensor& handle, std::int64_t layer, const Tensor& q0, const 
               at::IntArrayRef first, at::IntArrayRef last, const c10::optional<Tensor>& boundaries, bool is_last) {
   const Tensor q = in_place(q0), k = in_place(k0), v = in_place(v0);
   const at::OptionalDeviceGuard device(at::device_of(q));
-  const Tensor out = output_for(q, true);
+  const Tensor out = output_for(q, v.size(3), true);
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
     check_rows(here, q, k, v);
@@ -136,7 +136,7 @@ Tensor reread(const Tensor& handle, std::int64_t layer, const Tensor& q0, const 
               at::IntArrayRef first, at::IntArrayRef count, at::IntArrayRef tokens) {
   const Tensor q = in_place(q0), k = in_place(k0), v = in_place(v0);
   const at::OptionalDeviceGuard device(at::device_of(q));
-  const Tensor out = output_for(q, true);
+  const Tensor out = output_for(q, v.size(3), true);
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
     check_rows(here, q, k, v);
@@ -223,7 +223,7 @@ void begin_step(const Tensor& handle, const Tensor& like) {
 Tensor step(const Tensor& handle, std::int64_t layer, const Tensor& q0, const Tensor& k0, const Tensor& v0) {
   const Tensor q = in_place(q0), k = in_place(k0), v = in_place(v0);
   const at::OptionalDeviceGuard device(at::device_of(q));
-  const Tensor out = output_for(q, false);
+  const Tensor out = output_for(q, v.size(3), false);
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
     check_rows(here, q, k, v);
@@ -234,16 +234,16 @@ Tensor step(const Tensor& handle, std::int64_t layer, const Tensor& q0, const Te
 }
 
 // Shapes alone, for torch.compile.
-Tensor prompt_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, const Tensor&, at::IntArrayRef,
+Tensor prompt_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, const Tensor& v, at::IntArrayRef,
                     at::IntArrayRef, const c10::optional<Tensor>&, bool) {
-  return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1), q.sym_size(3)}, q.options());
+  return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1), v.sym_size(3)}, q.options());
 }
-Tensor reread_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, const Tensor&, at::IntArrayRef,
+Tensor reread_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, const Tensor& v, at::IntArrayRef,
                     at::IntArrayRef, at::IntArrayRef) {
-  return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1), q.sym_size(3)}, q.options());
+  return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1), v.sym_size(3)}, q.options());
 }
-Tensor step_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, const Tensor&) {
-  return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1), q.sym_size(3)}, q.options());
+Tensor step_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, const Tensor& v) {
+  return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1), v.sym_size(3)}, q.options());
 }
 
 // --- what a cache answers ------------------------------------------------------------------------------------------------

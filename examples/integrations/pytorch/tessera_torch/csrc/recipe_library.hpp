@@ -67,6 +67,10 @@ bool tessera_torch_takes_back();
 bool tessera_torch_drops_by_layer();
 /// Whether a step chooses what it reads: its tokens share one choice, so that drafts are checked token by token.
 bool tessera_torch_retrieves();
+/// Whether a layer's choice depends on other layers of its cache, or on how many there are.
+bool tessera_torch_looks_over_layers();
+/// Whether steps add up queries or values, so that layers cannot read keys and values of another one.
+bool tessera_torch_adds_up();
 /// Whether the method turns queries back, and so needs `model_shape::rope_frequencies`.
 bool tessera_torch_turns_queries();
 }

@@ -22,6 +22,13 @@ template <class Recipe>
 inline constexpr bool drops_by_layer =
     tessera::chooses_by_layer<Recipe> && Recipe::retain_type::drops && !Recipe::retain_type::rereads;
 
+/// Whether a layer's choice depends on other layers, or on a number or a table of the model's layers.
+template <class Recipe>
+inline constexpr bool looks_over_layers =
+    (Recipe::retain_type::chooses && !tessera::chooses_by_layer<Recipe>) || requires(Recipe r) {
+      r.retain.budget.layers;
+    } || requires(Recipe r) { r.retain.budget.gates; } || requires(Recipe r) { r.retain.budget.shares; };
+
 template <class Value>
 std::string text_of(const Value& value, const std::string& allowed) {
   if constexpr (std::is_enum_v<Value>) {

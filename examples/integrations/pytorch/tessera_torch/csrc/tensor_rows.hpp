@@ -69,13 +69,14 @@ inline void check_rows(const conversations& here, const Tensor& q, const Tensor&
                                            rows.heads,
                                            rows.dim};
   };
-  here.shape.check_rows(shape_of(q), shape_of(k), shape_of(v), index_t(q.size(3)), index_t(q.size(3)));
+  const tessera::any_cache_facts& facts = here.cache->facts();
+  here.shape.check_rows(shape_of(q), shape_of(k), shape_of(v), facts.k_dim, facts.v_dim);
 }
 
-/// [sequences, tokens, q_heads, dim], as transformers wants it. The CPU's caches write fp32, CUDA's the model's type.
-inline Tensor output_for(const Tensor& q, bool zeros) {
+/// [sequences, tokens, q_heads, v_dim], as transformers wants it. The CPU's caches write fp32, CUDA's the model's type.
+inline Tensor output_for(const Tensor& q, std::int64_t v_dim, bool zeros) {
   const auto options = q.is_cuda() ? q.options() : q.options().dtype(at::kFloat);
-  const std::vector<std::int64_t> shape{q.size(0), q.size(2), q.size(1), q.size(3)};
+  const std::vector<std::int64_t> shape{q.size(0), q.size(2), q.size(1), v_dim};
   return zeros ? at::zeros(shape, options) : at::empty(shape, options);
 }
 

@@ -72,28 +72,3 @@ class SegmentEnds:
             for i, (ends, _) in enumerate(kinds):
                 row[i] = ends and not (i + 1 < len(kinds) and kinds[i + 1][1])
         return flags
-
-
-def check_layers(config):
-    """Refuses models whose layers do not each have keys and values of their own."""
-    if config.is_encoder_decoder:
-        raise ValueError("model is an encoder with a decoder; expected a decoder alone: attention to the encoder has no cache "
-                         "here; use transformers' own cache")
-    shared = getattr(config, "num_kv_shared_layers", None) or 0
-    if shared or getattr(config, "use_cla", False):
-        layers = f"the last {shared} layers of the model" if shared else "layers of the model"
-        raise ValueError(f"{layers} read keys and values of other layers; expected that each has its own; "
-                         "use transformers' own cache for this model")
-
-
-def sliding_of(config):
-    """The window of sliding layers, and which layers slide."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:  # Mistral of transformers 4: all of them or none
-        return (window, list(range(config.num_hidden_layers))) if window else (0, [])
-    strange = set(kinds) - {"full_attention", "sliding_attention"}
-    if strange:
-        raise ValueError(f"layer type is {sorted(strange)[0]}; expected full_attention or sliding_attention; "
-                         "the library expresses no other")
-    return window or 0, [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]

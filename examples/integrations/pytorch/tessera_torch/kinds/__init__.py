@@ -1,0 +1,1 @@
+"""The library's caches behind a TesseraCache: one for each kind of layers."""
