@@ -1,6 +1,7 @@
-"""The library's headers go into the package, so that an installed one needs no checkout."""
+"""The library's headers go into the package, so that an installed one needs no checkout. The checkout stays as it is."""
 import pathlib
 import shutil
+import tempfile
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
@@ -12,9 +13,8 @@ class WithHeaders(build_py):
     def run(self):
         super().run()
         if not self.editable_mode:  # then the package stays in the checkout
-            target = pathlib.Path(self.build_lib) / "tessera_torch" / "include" / "tessera"
-            shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(HEADERS, target)
+            shutil.copytree(HEADERS, pathlib.Path(self.build_lib) / "tessera_torch" / "include" / "tessera")
 
 
-setup(cmdclass={"build_py": WithHeaders})
+with tempfile.TemporaryDirectory() as folder:
+    setup(cmdclass={"build_py": WithHeaders}, options={"build": {"build_base": folder}, "egg_info": {"egg_base": folder}})

@@ -47,6 +47,8 @@ def _layer_of(module, key):
 
 def _check_call(module, query, key, dropout, named):
     """Whether attention has only terms that the library's has."""
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        raise ValueError("gradients are asked for; expected none: a cache is for inference; call under torch.no_grad()")
     layer = _layer_of(module, key)
     if layer != key.layer and not key.cache.plan[layer].reads:
         raise ValueError(f"keys of layer {layer} are those of layer {key.layer}; expected its own, or kv_sharing_modes in the config; "

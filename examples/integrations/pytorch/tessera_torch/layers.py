@@ -164,7 +164,11 @@ class Layer(CacheLayerMixin):
         refuse("choosing sequences of a batch")
 
 
-class HybridLayer(getattr(cache_utils, "LinearAttentionLayer", object), Layer):
+class NoStates:
+    """transformers 4 has no layers with recurrent states."""
+
+
+class HybridLayer(getattr(cache_utils, "LinearAttentionLayer", NoStates), Layer):
     """Keys and values are ours, a recurrent state beside them is transformers'."""
 
     is_compileable = False

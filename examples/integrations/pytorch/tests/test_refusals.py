@@ -155,7 +155,7 @@ def test_keys_of_another_layer_are_refused():
         return first
 
     cache.update = shared
-    with torch.no_grad(), pytest.raises(ValueError, match="^keys of layer 1 are those of layer 0; expected its own; "):
+    with torch.no_grad(), pytest.raises(ValueError, match="^keys of layer 1 are those of layer 0; expected its own, "):
         model(ids, past_key_values=cache)
     cache.update = own
     with torch.no_grad():

@@ -5,7 +5,8 @@ from transformers import cache_utils
 
 OURS = {"full_attention": False, "sliding_attention": True, "hybrid": False, "hybrid_sliding": True}  # and whether it slides
 UNFIT = {"minimax": "takes no cache but its own", "mpt": "takes no attention but its own",
-         "recurrent_gemma": "keeps its states in the model"}
+         "recurrent_gemma": "keeps its states in the model", "xlm-prophetnet": "takes no prompts into a cache"}
+HYBRID = ("falcon_h1",)  # of transformers 4, which does not name their layers
 NO_LENGTH = 1 << 20  # tokens of a conversation at most, where neither the config nor the caller says
 RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 # Numbers of a layer by which its keys, values and queries have their shape.
@@ -59,7 +60,9 @@ def _types(config):
     if hasattr(cache_utils, "get_layer_types_and_kwargs"):
         return *cache_utils.get_layer_types_and_kwargs(config), config.per_layer_config
     window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
+    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if config.model_type in HYBRID:
+        types = ["hybrid"] * config.num_hidden_layers
     if types is None:  # Mistral of transformers 4: all of them slide or none
         types = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
     return types, [{"sliding_window": window} if kind in OURS and OURS[kind] else {} for kind in types], [config] * len(types)

@@ -21,6 +21,7 @@ HALVES = frozenset("""
     starcoder2 vaultgemma youtu zamba2 zaya""".split())
 # Element 2d makes a pair with element 2d + 1.
 NEIGHBOURS = frozenset("cohere cohere2 cohere2_moe deepseek_v2 ernie4_5 ernie4_5_moe glm glm4 helium gptj codegen".split())
+PLACES = frozenset("qwen3_5_text qwen3_5_moe_text qwen4_exp_text".split())  # turn by places where the model sees images
 BACKWARDS = ("nanochat",)  # turns the other way
 NO_ROPE = frozenset("jamba kimi_linear nemotron_h zamba".split())  # attention turns nothing
 SLIDING_ALONE = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "lara_mini")  # full layers have no RoPE
@@ -65,7 +66,7 @@ def turn_of(config, layer):
 
 def check_places(config):
     """Of a model that sees images, too. Errors: ValueError where RoPE turns by places in them."""
-    if (getattr(config, "rope_parameters", None) or {}).get("mrope_section") is not None:
+    if config.model_type in PLACES or (getattr(config, "rope_parameters", None) or {}).get("mrope_section") is not None:
         _refuse("turns by places in images")
 
 

@@ -41,7 +41,8 @@ class Kind:
         # A logit of minus infinity is no sink: so are those of layers without one.
         self.sinks = None if sinks is None else torch.full((len(self.layers), q_heads), -torch.inf, device=q.device)
         speeds = [] if self.turn is None else self.turn.speeds_of(dim)
-        self.order = None if self.turn is None else self.turn.order_of(dim)
+        order = None if self.turn is None else self.turn.order_of(dim)
+        self.order = None if order is None else order.to(q.device)
         sliding = [self.index(layer) for layer in self.sliding]
         request = cache._request
         self._made_of = [len(self.layers), q_heads, k.shape[1], sliding, self.window, self.scale, self.softcap, request.budget,

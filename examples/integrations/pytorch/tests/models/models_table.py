@@ -16,8 +16,9 @@ stored. `tests/models` has the tests, and writes this page: `pytest tests/models
 def section(outcomes):
     right = [kind for kind, outcome in outcomes.items() if set(outcome.values()) == {"right"}]
     lines = [f"\n## transformers {transformers.__version__}\n", f"Right with all three, {len(right)} architectures: {_names(right)}.\n"]
-    for title, key, count in (("Right but for `expected_attention`", "expected_attention", True), ("Refused", "model", True),
-                              ("No tiny model can be made", "not made", False)):
+    for title, key in (("Right but for `expected_attention`", "expected_attention"), ("Refused", "model"),
+                              ("Without a cache", "no cache"),
+                              ("No tiny model can be made", "not made")):
         by_sentence = collections.defaultdict(list)
         for kind, outcome in outcomes.items():
             if outcome.get(key, "right") != "right":
