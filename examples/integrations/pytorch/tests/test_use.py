@@ -311,8 +311,8 @@ def test_what_cannot_be_saved_or_loaded_is_refused():
     damaged[0][len(damaged[0]) // 2] ^= 1
     with pytest.raises(ValueError, match="^saved sequence is damaged; "):
         object.__new__(TesseraCache).__setstate__(state)
-    saved = cache._operators.save(cache._handle)
+    saved = cache._operators.save(cache._kinds.all[0].handle)
     with pytest.raises(ValueError, match="^saved sequence is damaged; "):
-        cache._operators.load(cache._handle, damaged)
+        cache._operators.load(cache._kinds.all[0].handle, damaged)
     assert cache.get_seq_length() == 40
-    assert all(torch.equal(a, b) for a, b in zip(saved, cache._operators.save(cache._handle)))
+    assert all(torch.equal(a, b) for a, b in zip(saved, cache._operators.save(cache._kinds.all[0].handle)))
