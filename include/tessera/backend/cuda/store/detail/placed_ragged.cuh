@@ -57,7 +57,7 @@ class placed_rows<Layout, ragged_pages> {
         pages_(where.max_pages > 0 ? where.max_pages : pages_of(rows)),
         pool_(groups_.count(), pages_),
         capacity_(std::size_t(layers) * std::size_t(sequences) * std::size_t(kv_heads)),
-        least_room_(std::size_t(layers) * std::size_t(sequences)),
+        least_room_(std::size_t(layers) * std::size_t(sequences), unknown_room),
         wanted_(std::size_t(sequences) * std::size_t(groups_.count())),
         written_(wanted_.size()),
         needs_(std::size_t(sequences)),
@@ -157,7 +157,7 @@ class placed_rows<Layout, ragged_pages> {
     finish(stream);
     mover.in_place.run(problem, mover.scratch.data(), stream);
     for (index_t h = 0; h < heads_; ++h) capacity_[entry * std::size_t(heads_) + std::size_t(h)] = kept.head(h);
-    least_room_[entry] = 0;
+    least_room_[entry] = unknown_room;
     release_pages(entry);
   }
   void shrank(std::size_t entry, index_t, const stored_tokens& left) {
@@ -165,7 +165,7 @@ class placed_rows<Layout, ragged_pages> {
       index_t& capacity = capacity_[entry * std::size_t(heads_) + std::size_t(h)];
       capacity = (std::min)(capacity, left.head(h));
     }
-    least_room_[entry] = 0;
+    least_room_[entry] = unknown_room;
     release_pages(entry);
   }
   /// No page is released: they count as room for the new tokens.
@@ -176,7 +176,7 @@ class placed_rows<Layout, ragged_pages> {
   void commit_copy(std::size_t from, std::size_t to, const index_t*, const token_bound&, cudaStream_t) {
     if (from == std::size_t(id_of(from))) pool_.share(id_of(from), id_of(to));
     std::copy_n(capacity_.begin() + offset_t(from) * heads_, heads_, capacity_.begin() + offset_t(to) * heads_);
-    least_room_[to] = 0;
+    least_room_[to] = unknown_room;
   }
   void copy_tables(index_t id, index_t to, cudaStream_t stream) const {
     copy_in_layers(tables_.data(), layers_, row_of(std::size_t(sequences_), 0), row_of(std::size_t(id), 0),
@@ -189,7 +189,7 @@ class placed_rows<Layout, ragged_pages> {
   }
   void clear(std::size_t entry) {
     std::fill_n(capacity_.begin() + offset_t(entry) * heads_, heads_, 0);
-    least_room_[entry] = 0;
+    least_room_[entry] = unknown_room;
     release_pages(entry);
     pool_.reserve(id_of(entry), 0);
   }
@@ -256,6 +256,7 @@ class placed_rows<Layout, ragged_pages> {
     offset_t claim = 0;  ///< that both add
   };
   static constexpr index_t nothing = (std::numeric_limits<index_t>::max)();
+  static constexpr index_t unknown_room = -1;  // less than any call asks for, one that loads rows into no pages too
   struct page_range {
     index_t first = nothing, last = 0;
   };
