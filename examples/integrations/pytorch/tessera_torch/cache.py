@@ -13,6 +13,7 @@ import transformers
 from . import build, drafts, generation, opening, rereading
 from .attention import NAME
 from .facts import layer_plan, model_facts
+from .kinds import rotation
 from .layers import handed, layer_for, refuse, restored, saved_states
 from .rows import Rows, changed_budget, checked_budget
 
@@ -26,8 +27,8 @@ class TesseraCache(transformers.Cache):
                  a list of such, one for each row; None: the method's default
     max_length:  most tokens of a conversation; CUDA takes memory for them, or for less where the first prompt comes in one call; the CPU
                  as they come (None: the model's)
-    rows:        how K and V are stored: "given", as the model gives them; "fp8" or "int8", a byte an element and a scale for each row;
-                 "int4" or "int2" on the CPU, in groups of 64 channels. What was stored is not what the model gave: answers may differ
+    rows:        how K and V are stored: "given"; "fp8" or "int8", a byte an element and a scale for each row; "int4" or "int2" on the
+                 CPU, in groups of 64 channels. rotate: "hadamard", channels are mixed before they are stored. Answers may differ
     draft_tokens: of a draft that a step may check, 0 to 7; CUDA takes scratch memory for them, the CPU takes 7. None: 7 if generate
                  with an assistant or prompt lookup makes the first call, else 0
     profile:     what was found once for the heads of this model, for a method that goes by it: the file of `tessera calibrate`
@@ -35,7 +36,7 @@ class TesseraCache(transformers.Cache):
     parameters:  the method's own, by the names that tessera_torch.parameters(method) shows
     """
 
-    def __init__(self, config, method="full", budget=None, max_length=None, profile=None, draft_tokens=None, rows="given",
+    def __init__(self, config, method="full", budget=None, max_length=None, profile=None, draft_tokens=None, rows="given", rotate="none",
                  **parameters):
         text = config.get_text_config(decoder=True)
         if text._attn_implementation != NAME:
@@ -56,7 +57,8 @@ class TesseraCache(transformers.Cache):
         self._longest = max_length or getattr(text, "max_position_embeddings", None) or layer_plan.NO_LENGTH
         self._operators = build.operators()
         build.check_rows(method, rows, "cpu")
-        self._row_format = rows
+        rotation.check(method, rotate)
+        self._row_format, self._rotate = rows, rotate
         if isinstance(method, str):
             build.source_of(method, "fp32", 64)  # an unknown method is known now
         self._reading_prompt = False  # see prompt()
@@ -160,7 +162,7 @@ class TesseraCache(transformers.Cache):
             kind.open(self, q, k, v, scaling, softcap, sinks)
         if self.tokens == 0:
             kind.note_sinks(layer, sinks)
-        q, k = kind.queries(q, scaling, softcap), kind.keys(k)
+        q, k, v = kind.queries(q, scaling, softcap), kind.keys(k), kind.values(v)
         self._next_layer = None  # until this layer is done: see _begin
         try:
             if self._in_prompt:

@@ -52,6 +52,37 @@ def test_a_cache_of_few_bits_is_one_of_what_they_decode_to(method, rows, monkeyp
     assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
 
 
+@pytest.mark.parametrize("method, rows", [("full", "given"), ("snapkv", "given"), ("full", "int4")])
+def test_rotated_rows_answer_as_rows_that_are_not(method, rows, monkeypatch):
+    """Of rows as given; and rows of few bits are those of what the rotated ones decode to."""
+    model, ids = small_model(), tokens(90)
+    named = {} if method == "full" else {"budget": 32}
+    plain = TesseraCache(model.config, method, **named)
+    turned = TesseraCache(model.config, method, rows=rows, rotate="hadamard", **named)
+    attend, matrix = TesseraCache.attend, torch.ones(1, 1)
+    while len(matrix) < 64:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]) / 2 ** 0.5, matrix)
+
+    def of_decoded(self, layer, q, k, v, *more):
+        if self is plain and rows != "given":
+            k, v = (decoded(x @ matrix, rows) @ matrix for x in (k, v))
+        return attend(self, layer, q, k, v, *more)
+
+    monkeypatch.setattr(TesseraCache, "attend", of_decoded)
+    with torch.no_grad():
+        for part in (ids[:, :80], ids[:, 80:81], ids[:, 81:82]):
+            want = model(part, past_key_values=plain).logits
+            assert torch.allclose(model(part, past_key_values=turned).logits, want, atol=5e-4)
+    if method == "snapkv":
+        kept = [[positions.tolist() for i in range(one.layer_count) for positions in one.kept_positions(i)[0]] for one in (plain, turned)]
+        assert kept[0] == kept[1]
+    twin, again = copy.deepcopy(turned), pickle.loads(pickle.dumps(turned))
+    monkeypatch.undo()
+    answers = [model.generate(torch.cat([ids[:, :82], ids[:, 82:86]], 1), past_key_values=one, max_new_tokens=6, **GREEDY)
+               for one in (turned, twin, again)]
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+
+
 def test_rows_that_are_not_there_are_refused():
     config = small_model().config
     with pytest.raises(ValueError, match="^rows is 'int3'; expected one of given, fp8, int8, int4, int2; "):
@@ -59,6 +90,10 @@ def test_rows_that_are_not_there_are_refused():
     own = Policy("struct nothing {};\n", "recipe<retain_all, dense<T, D>, retrieve_all, dense_decode, once>")
     with pytest.raises(ValueError, match="^rows is 'int4'; expected 'given' beside a Policy, whose recipe names its layout; "):
         TesseraCache(config, own, rows="int4")
+    with pytest.raises(ValueError, match="^rotate is 'givens'; expected none or hadamard; "):
+        TesseraCache(config, "snapkv", 32, rotate="givens")
+    with pytest.raises(ValueError, match="^rotate is 'hadamard'; expected 'none' under expected_attention, which turns queries by "):
+        TesseraCache(config, "expected_attention", 32, rotate="hadamard")
     with pytest.raises(ValueError, match="^rows is 'int4'; expected given, fp8 or int8 on CUDA; "):
         build.library("snapkv", torch.bfloat16, 64, "cuda", rows="int4")
     with pytest.raises(ValueError, match="^tessera: mosaickv packs its rows; leave rows out"):

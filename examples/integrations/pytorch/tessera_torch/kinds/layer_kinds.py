@@ -7,6 +7,7 @@ import torch
 
 from .. import build
 from ..facts import rope
+from . import rotation
 
 
 @dataclasses.dataclass
@@ -43,6 +44,8 @@ class Kind:
         speeds = [] if self.turn is None else self.turn.speeds_of(dim)
         order = None if self.turn is None else self.turn.order_of(dim)
         self.order = None if order is None else order.to(q.device)
+        # Queries and keys turn by the one, values and, back again, outputs by the other.
+        self._rotations = None if cache._rotate == "none" else tuple(rotation.hadamard(of, q.device) for of in (dim, v_dim))
         sliding = [self.index(layer) for layer in self.sliding]
         request = cache._request
         self._made_of = [len(self.layers), q_heads, k.shape[1], sliding, self.window, self.scale, self.softcap, request.budget,
@@ -93,29 +96,39 @@ class Kind:
             raise ValueError(f"soft cap of a layer is {softcap}; expected {self.softcap}, that of the first layer of its kind; "
                              "use transformers' own cache for this model")
         q = q if scale == self.scale else q * (scale / self.scale)
-        return q if self.order is None else q[..., self.order]
+        return self.keys(q)
 
     def keys(self, k):
-        return k if self.order is None else k[..., self.order]
+        k = k if self.order is None else k[..., self.order]
+        return k if self._rotations is None else rotation.rotated(k, self._rotations[0])
+
+    def values(self, v):
+        """Values as the cache takes them. The matrix is its own inverse: so are outputs as the model takes them."""
+        return v if self._rotations is None else rotation.rotated(v, self._rotations[1])
+
+    outputs = values
 
     def prompt(self, layer, q, k, v, rows, flags, is_last):
         """A layer of a chunk of a prompt; rows: which of its tokens are real."""
         q, k, v = map(rows.forward, (q, k, v))
-        return rows.back(build.operators().prompt(self.handle, self.index(layer), q, k, v, rows.first, rows.last, flags, is_last))
+        out = build.operators().prompt(self.handle, self.index(layer), q, k, v, rows.first, rows.last, flags, is_last)
+        return self.outputs(rows.back(out))
 
     def step(self, layer, q, k, v):
-        return build.operators().step(self.handle, self.index(layer), q, k, v)
+        return self.outputs(build.operators().step(self.handle, self.index(layer), q, k, v))
 
     def reread(self, layer, q, k, v, scaling, softcap, parts):
-        return build.operators().reread(self.handle, self.index(layer), self.queries(q, scaling, softcap), self.keys(k), v, *parts)
+        q, k, v = self.queries(q, scaling, softcap), self.keys(k), self.values(v)
+        return self.outputs(build.operators().reread(self.handle, self.index(layer), q, k, v, *parts))
 
     def prompt_again(self, layer, q, rows):
         """Other queries over a layer's rows, in the call that stored the newest of them."""
         rows = rows.newest(q.shape[2])
-        return rows.back(build.operators().attend_prompt(self.handle, self.index(layer), rows.forward(q), rows.first, rows.last))
+        out = build.operators().attend_prompt(self.handle, self.index(layer), rows.forward(q), rows.first, rows.last)
+        return self.outputs(rows.back(out))
 
     def step_again(self, layer, q):
-        return build.operators().attend_step(self.handle, self.index(layer), q)
+        return self.outputs(build.operators().attend_step(self.handle, self.index(layer), q))
 
     def positions(self, layer):
         return build.operators().positions(self.handle, self.index(layer))
