@@ -14,7 +14,7 @@ source "$root/tests/packages.sh"
 venv=${VENV:-$root/build/pytorch_venv}
 tool=$root/build/pytorch_tool
 newest=${TRANSFORMERS:-transformers==5.24.*} oldest='transformers==4.57.*'
-asks_transformers=(tests/test_{architectures,drafts,facts,full,generate,methods,refusals,rope,use}.py)
+asks_transformers=(tests/test_{architectures,drafts,facts,full,generate,methods,refusals,rope,use}.py tests/models)
 
 need "${build_packages[@]}" "${example_packages[@]}"
 if [ ! -e "$venv/bin/activate" ]; then
