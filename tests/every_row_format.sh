@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every method over fp8, int8, int4 and int2 rows in pages, on the CPU: builds tests/methods/test_encoded_rows.cpp once for
-# each format, and runs it. The test command goes over fp8 alone. The last line is the result.
+# each format, and runs it. The test command goes over some methods alone. The last line is the result.
 #
 #   tests/every_row_format.sh [FORMAT ...]
 set -uo pipefail

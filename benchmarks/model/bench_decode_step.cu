@@ -2,13 +2,14 @@
 // context and method, through the example engine and the tool's caches. One conversation, or several at once; bf16.
 //
 //   bench_decode_step [--methods full,snapkv] [--budget 2048] [--share 0] [--contexts 32768,131072] [--steps 50]
-//                     [--batch 1] [--turn 0] [--layers 32] [--extrapolate 1] [--prompts 2048,32768] [--json FILE]
+//                     [--batch 1] [--turn 0] [--layers 32] [--extrapolate 1] [--prompts 2048,32768] [--rows given] [--json FILE]
 //
 // The prompt's keys and values are random numbers that are put into the cache without running the model over them; then
 // every step runs the whole model: one graph launch a token, timed from the host's call to the next token on the host.
 // --share is a budget in hundredths of the context, in place of --budget. --batch most: as many conversations as fit,
 // at most 64. With --turn the context of a method that packs prompts comes in turns of so many tokens, at least 4,096,
 // so that one of them lies whole at a time; steps that pack a full tail, one of 32, are slower than the median.
+// --rows stores K and V in a format that the tool was built with (TESSERA_TOOL_ROWS), as its setting of that name does.
 // With --prompts nothing is decoded: the model runs over prompts of such lengths, from the host's call to the logits.
 // Contexts whose cache does not fit beside the weights are measured with 8 and 4 layers, or 4 and 2, and continued to 32
 // by a straight line; their entries say so. --extrapolate 0 leaves them out.
@@ -33,7 +34,7 @@ struct options {
   int steps = 50, layers = 32, batch = 1;  // batch 0: as many as fit
   bool extrapolates = true;
   std::vector<index_t> prompts;
-  std::string json;
+  std::string rows = "given", json;
 };
 
 options parse(int count, char** arguments) {
@@ -59,6 +60,8 @@ options parse(int count, char** arguments) {
       given.batch = value == "most" ? 0 : int(tool::parse_count(name, value, 1, engine::cuda::llama::most_together));
     } else if (name == "--extrapolate") {
       given.extrapolates = tool::parse_count(name, value, 0, 1) == 1;
+    } else if (name == "--rows") {
+      given.rows = value;
     } else if (name == "--json") {
       given.json = value;
     } else {
@@ -114,6 +117,7 @@ tool::cache_request request_of(const engine::llama_config& config, const tool::m
   request.head_dim = config.head_dim;
   request.element = tool::element_type::bf16;
   if (method.has_budget) request.budget = budget_of(context, given);
+  request.settings = {{"rows", given.rows}};
   request.conversations = batch;
   request.tokens = context + index_t(given.steps) + 10;
   if (comes_in_turns(method, given)) request.turn_tokens = std::min(given.turn, context);
@@ -312,7 +316,8 @@ class steps_benchmark {
 
   std::string name_of(const cell& which) const {
     const std::string budget = given_.share > 0 ? std::to_string(given_.share) + "%" : std::to_string(given_.budget);
-    return which.method->name + (which.method->has_budget ? "_" + budget : "") + "/" + std::to_string(which.context) +
+    return which.method->name + (which.method->has_budget ? "_" + budget : "") +
+           (given_.rows == "given" ? "" : "_" + given_.rows) + "/" + std::to_string(which.context) +
            (which.batch > 1 ? "/B" + std::to_string(which.batch) : "");
   }
 

@@ -101,7 +101,7 @@ TEST_CASE("a prompt's rows attend its chunk's lines, chosen anew in every chunk 
     const model_data data(random, shape, 260);
     tessera::loopserve_prefill<tessera::fp32, dim> recipe;
     recipe.prefill.alpha = random.pick({0.4f, 0.9f, 1.0f});
-    recipe.prefill.rows = random.pick({3, 48});
+    recipe.prefill.sampled_rows = random.pick({3, 48});
     recipe.prefill.dense_rows = random.pick({0, 1, 16, 300});
     recipe.dense_layers = random.chance(0.3) ? 1 : 0;
     talk now(recipe, data);
@@ -117,7 +117,7 @@ TEST_CASE("a prompt's rows attend its chunk's lines, chosen anew in every chunk 
           if (!dense) {
             REQUIRE((lines.first == first && lines.next == now.next));
             REQUIRE(lines.dense_from == now.next - std::min(recipe.prefill.dense_rows, tokens));
-            REQUIRE(index_t(lines.rows.size()) == std::min(recipe.prefill.rows, tokens));
+            REQUIRE(index_t(lines.rows.size()) == std::min(recipe.prefill.sampled_rows, tokens));
             REQUIRE(lines.rows == now.cache.lines(shape.layers - 1, now.id).rows);  // the same in every layer
           }
           for (index_t t = 0; t < tokens; ++t) {
@@ -348,6 +348,6 @@ TEST_CASE("loopserve refuses a budget below what it observes, and numbers that m
   CHECK_THAT(refusal([](method& m) { m.set_budget(15); }), contains("observed is 16; expected at most the budget"));
   CHECK_THAT(refusal([](method& m) { m.schedule.every = 0; }), contains("every is 0; expected 1"));
   CHECK_THAT(refusal([](method& m) { m.schedule.first = -1; }), contains("first is -1; expected 0"));
-  CHECK_THAT(refusal([](method& m) { m.prefill.rows = 0; }), contains("rows is 0; expected 1"));
+  CHECK_THAT(refusal([](method& m) { m.prefill.sampled_rows = 0; }), contains("sampled_rows is 0; expected 1"));
   CHECK_THAT(refusal([](method& m) { m.prefill.alpha = 1.5f; }), contains("alpha is 1.5; expected "));
 }

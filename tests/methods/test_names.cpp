@@ -102,9 +102,9 @@ TEST_CASE("every method lists its parameters by unique names") {
   CHECK(parameter_names<rocketkv<fp32, 64>>() ==
         names{"window", "pool", "pool_kind", "max_new", "split", "page", "channels", "newest", "unit", "dense_layers"});
   CHECK(parameter_names<rocketkv_mt<fp32, 64>>() == parameter_names<rocketkv<fp32, 64>>());
-  CHECK(parameter_names<loopserve<fp32, 64>>() == names{"observed", "pool", "per", "first", "every", "alpha", "rows",
-                                                        "sampling", "seed", "dense_rows", "algorithm", "lines",
-                                                        "dense_layers"});
+  CHECK(parameter_names<loopserve<fp32, 64>>() == names{"observed", "pool", "per", "first", "every", "alpha",
+                                                        "sampled_rows", "sampling", "seed", "dense_rows", "algorithm",
+                                                        "lines", "dense_layers"});
   CHECK(parameter_names<tri_shape<fp32, 64>>() == names{"init", "local", "dense_rows", "dense_layers"});
   CHECK(parameter_names<methods_test::mixtures::snapkv_quest>() ==
         names{"window", "pool", "pool_kind", "read_tokens", "max_new", "page", "newest", "dense_layers"});

@@ -38,7 +38,7 @@ support::called_caches caches_of(const std::string& method, support::rng& random
     if (one.name == "reference") chosen.values["reference"] = random.between(1, 64);
     if (one.name == "least_segment") chosen.values["least_segment"] = random.between(32, 48);
     if (one.name == "channels" && random.chance(0.5)) chosen.values["channels"] = 0.25;
-    if (one.name == "rows") chosen.values["rows"] = random.between(1, 12);
+    if (one.name == "sampled_rows") chosen.values["sampled_rows"] = random.between(1, 12);
     if (one.name == "dense_layers") chosen.values["dense_layers"] = random.pick({0, 0, 0, 1});
   }
   for (const auto& [word, choices] : {std::pair{"strategy", 2},

@@ -198,11 +198,11 @@ TEST_CASE("alpha 1 takes everything, by either search") {
 TEST_CASE("rows are sampled evenly, the newest among them") {
   support::rng random(305);
   for (index_t i = 0; i < 1'000; ++i) {
-    const covering_lines policy{.rows = random.pick({1, 3, 48, 4096})};
+    const covering_lines policy{.sampled_rows = random.pick({1, 3, 48, 4096})};
     const index_t first = random.between(0, 1000), fresh = random.between(1, 3000);
     host_vector<index_t> rows;
     policy.sample(first, first + fresh, rows);
-    REQUIRE(index_t(rows.size()) == std::min(policy.rows, fresh));
+    REQUIRE(index_t(rows.size()) == std::min(policy.sampled_rows, fresh));
     REQUIRE((rows.front() >= first && rows.back() == first + fresh - 1));
     index_t before = first - 1, least = fresh, most = 0;
     for (const index_t row : rows) {
@@ -221,17 +221,17 @@ TEST_CASE("random rows ascend, are as many as asked for, and are the same for wh
   support::rng random(304);
   std::vector<index_t> counts(100);
   for (index_t i = 0; i < 4'000; ++i) {
-    const covering_lines policy{.rows = random.pick({1, 3, 48}), .seed = i, .sampling = row_sampling::random};
+    const covering_lines policy{.sampled_rows = random.pick({1, 3, 48}), .seed = i, .sampling = row_sampling::random};
     const index_t first = random.between(0, 1000), fresh = random.between(1, 100);
     host_vector<index_t> rows, again;
     policy.sample(first, first + fresh, rows);
     policy.sample(first, first + fresh, again);
     REQUIRE(rows == again);
-    REQUIRE(index_t(rows.size()) == std::min(policy.rows, fresh));
+    REQUIRE(index_t(rows.size()) == std::min(policy.sampled_rows, fresh));
     REQUIRE(ascends(rows));
     REQUIRE((rows.front() >= first && rows.back() < first + fresh));
     again.clear();
-    covering_lines{.rows = 48, .seed = i, .sampling = row_sampling::random}.sample(500, 600, again);
+    covering_lines{.sampled_rows = 48, .seed = i, .sampling = row_sampling::random}.sample(500, 600, again);
     for (const index_t row : again) ++counts[std::size_t(row - 500)];
   }
   // Every row as often as any other: 1,920 times of 4,000, give or take six deviations of 32.
@@ -246,6 +246,6 @@ TEST_CASE("parameters of lines out of range are refused") {
   CHECK_NOTHROW(lasting_lines{}.check());
   CHECK_THROWS_WITH(covering_lines{.alpha = 0}.check(), contains("alpha is 0; expected "));
   CHECK_THROWS_WITH(covering_lines{.alpha = 1.01f}.check(), contains("alpha is 1.01; expected "));
-  CHECK_THROWS_WITH(covering_lines{.rows = 0}.check(), contains("rows is 0; expected 1"));
+  CHECK_THROWS_WITH(covering_lines{.sampled_rows = 0}.check(), contains("sampled_rows is 0; expected 1"));
   CHECK_FALSE(lasting_lines{}.adds_to_reading());
 }

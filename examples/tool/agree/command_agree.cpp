@@ -12,6 +12,7 @@
 #include "tool/methods/registry.hpp"
 #include "tool/methods/values.hpp"
 #include "tool/progress.hpp"
+#include "tool/rows/row_settings.hpp"
 
 namespace tool {
 namespace {
@@ -37,9 +38,17 @@ std::vector<text_piece> all_pieces(const agree_options& given, const piece_sizes
 void agree(const agree_options& given) {
   const backend where = require_backend(given.backend);
   std::vector<variant> variants = parse_variants(given);
-  const bool has_full = std::ranges::any_of(variants, [](const variant& row) { return row.method->name == "full"; });
-  if (!has_full) variants.insert(variants.begin(), {&find_method("full"), {}, {}});
-  std::ranges::stable_partition(variants, [](const variant& row) { return row.method->name == "full"; });
+  const auto is_full = [](const variant& row) { return row.method->name == "full"; };
+  const auto is_reference = [&](const variant& row) {
+    std::vector<setting> settings = row.settings;
+    return is_full(row) && row_settings::taken_from(settings).as_given();
+  };
+  if (std::ranges::none_of(variants, is_reference)) {
+    const bool other = std::ranges::any_of(variants, is_full);  // over rows that --set chooses
+    variants.insert(variants.begin(), {&find_method("full"), {}, {}, other ? "rows=given" : ""});
+  }
+  std::ranges::stable_partition(variants, is_full);
+  std::ranges::stable_partition(variants, is_reference);
   const element_type element = parse_element(given.dtype);
   (void)parse_count("--count", given.count, 1, 1'000'000);
   piece_sizes sizes{{}, parse_count("--steps", given.steps, 1), !given.prompt.empty()};

@@ -49,6 +49,12 @@ void add_variants(CLI::App& command, tool::eval_options& given, const std::strin
            "tokens per KV head, separated by commas; `tessera list` shows each method's range");
   add_settings(command, given.settings,
                "a parameter, for every method that has it, or METHOD.NAME=VALUE for one; may be given several times");
+  command
+      .add_option("--vary", given.varied,
+                  "more rows with each of these values of a parameter, beside those without; NAME as for --set; may be "
+                  "given several times, one parameter after the other")
+      ->type_name("NAME=VALUE,...")
+      ->allow_extra_args(false);
 }
 
 // A line for each suite.
@@ -167,13 +173,6 @@ void add_eval(CLI::App& app) {
       "Makes its own documents and questions, the same for every method, or takes yours.");
   add_model(*command, given->model, given->dtype);
   add_variants(*command, *given, "methods, separated by commas");
-  command
-      ->add_option(
-          "--vary", given->varied,
-          "more rows with each of these values of a parameter, beside those without; NAME as for --set; may be "
-          "given several times, one parameter after the other")
-      ->type_name("NAME=VALUE,...")
-      ->allow_extra_args(false);
   add_documents(*command, *given);
   add_text(*command, "--chunk", "1..16777216|whole", given->chunk,
            "tokens of a prompt that a cache gets at a time, or whole: all of them");

@@ -38,7 +38,8 @@ std::unique_ptr<method_cache> make_if_it_runs([[maybe_unused]] const cache_reque
     const tessera::cuda::cache_options options = device_options<Recipe>(request);
     auto cache =
         std::make_unique<tessera::cuda::any_cache_of<Recipe>>(request.shape, wanted.recipe, options, wanted.profile);
-    return device_conversations(std::move(cache), request.conversations, options.tokens, options.rows > 0);
+    return device_conversations(std::move(cache), request.element, request.conversations, options.tokens,
+                                options.rows > 0);
   } else {
     return nullptr;
   }

@@ -71,9 +71,9 @@ struct uploaded {
 
 class conversations_on_device final : public any_conversation, public engine::cuda::kv_cache {
  public:
-  conversations_on_device(std::unique_ptr<tessera::any_cache> cache, index_t conversations, index_t tokens,
-                          bool packs_by_turn)
-      : any_conversation(std::move(cache)),
+  conversations_on_device(std::unique_ptr<tessera::any_cache> cache, element_type given, index_t conversations,
+                          index_t tokens, bool packs_by_turn)
+      : any_conversation(std::move(cache), given),
         tokens_(tokens),
         packs_by_turn_(packs_by_turn),
         ids_(std::size_t(conversations)) {
@@ -271,9 +271,9 @@ class conversations_on_device final : public any_conversation, public engine::cu
 
 }  // namespace
 
-std::unique_ptr<method_cache> device_conversations(std::unique_ptr<tessera::any_cache> cache, index_t conversations,
-                                                   index_t tokens, bool packs_by_turn) {
-  return std::make_unique<conversations_on_device>(std::move(cache), conversations, tokens, packs_by_turn);
+std::unique_ptr<method_cache> device_conversations(std::unique_ptr<tessera::any_cache> cache, element_type given,
+                                                   index_t conversations, index_t tokens, bool packs_by_turn) {
+  return std::make_unique<conversations_on_device>(std::move(cache), given, conversations, tokens, packs_by_turn);
 }
 
 }  // namespace tool

@@ -8,6 +8,7 @@
 
 #include "tool/methods/registry.hpp"
 #include "tool/methods/values.hpp"
+#include "tool/rows/row_settings.hpp"
 
 namespace tool {
 
@@ -68,7 +69,8 @@ evaluation::evaluation(runner& model, const engine::tokenizer& tokenizer, std::v
   request_ = {shape_of(config), config.head_dim, element, {}, {}, std::move(workers), 0};
   for (std::size_t i = 0; i < variants_.size(); ++i) {
     const variant& variant = variants_[i];
-    if (variant.method->fuses_chunks) {
+    std::vector<setting> settings = variant.settings;
+    if (variant.method->fuses_chunks || !row_settings::taken_from(settings).as_given()) {
       cache_of_variant_.push_back(own_prefill);
       continue;
     }

@@ -139,8 +139,9 @@ class evaluation {
   cache_request request_;
   // The first variant of each run that differs in its budget alone: those share a cache.
   std::vector<std::size_t> first_of_method_;
-  static constexpr std::size_t own_prefill = std::size_t(-1);  // a variant that compresses a prompt while it comes in
-  std::vector<std::size_t> cache_of_variant_;                  // index into first_of_method_, or own_prefill
+  static constexpr std::size_t own_prefill =
+      std::size_t(-1);                         // compresses a prompt while it comes in, or stores it otherwise
+  std::vector<std::size_t> cache_of_variant_;  // index into first_of_method_, or own_prefill
   question_group group_;
   std::size_t left_ = 0;  // conversations of the group to come
   std::vector<std::unique_ptr<prompt_pass>> passes_;

@@ -43,7 +43,10 @@ class any_conversation : public method_cache {
   void set_budget(index_t tokens) override { cache_->set_budget(tokens); }
 
   index_t queries_needed(index_t tokens) const override { return cache_->queries_needed(tokens); }
-  offset_t full_bytes(index_t tokens) const override { return cache_->full_bytes(tokens); }
+  offset_t full_bytes(index_t tokens) const override {
+    const offset_t elements = offset_t(shape().kv_heads) * (facts().k_dim + facts().v_dim);
+    return offset_t(shape().layers) * tokens * elements * (given_ == element_type::fp32 ? 4 : 2);
+  }
   read_count reads() const override { return reads_; }
   std::vector<index_t> positions(int layer, index_t head) const override {
     return cache_->positions(layer, sequence_, head);
@@ -62,17 +65,21 @@ class any_conversation : public method_cache {
   }
 
  protected:
-  explicit any_conversation(std::unique_ptr<tessera::any_cache> cache) : cache_(std::move(cache)) {}
+  /// given: of the rows that the model gives.
+  any_conversation(std::unique_ptr<tessera::any_cache> cache, element_type given)
+      : cache_(std::move(cache)), given_(given) {}
   any_conversation(const any_conversation& other)
       : method_cache(other),
         cache_(other.cache_->clone()),
+        given_(other.given_),
         sequence_(other.sequence_),
         reserved_(other.reserved_),
         step_(other.step_),
         boundaries_(other.boundaries_),
         reads_(other.reads_) {}
   /// A fork.
-  any_conversation(const any_conversation& other, index_t sequence) : cache_(other.cache_), sequence_(sequence) {}
+  any_conversation(const any_conversation& other, index_t sequence)
+      : cache_(other.cache_), given_(other.given_), sequence_(sequence) {}
   any_conversation& operator=(const any_conversation&) = delete;
 
   const tessera::any_cache_facts& facts() const { return cache_->facts(); }
@@ -93,6 +100,7 @@ class any_conversation : public method_cache {
   }
 
   std::shared_ptr<tessera::any_cache> cache_;
+  element_type given_;
   index_t sequence_ = 0;
   std::vector<index_t> reserved_;  // pages by group, for when the prompt has ended
   tessera::batch step_;
@@ -100,7 +108,9 @@ class any_conversation : public method_cache {
   read_count reads_;
 };
 
-/// The cache of one conversation over any method's cache on the CPU, which is empty.
-std::unique_ptr<method_cache> cpu_conversation(std::unique_ptr<tessera::any_cache> cache);
+/// The cache of one conversation over any method's cache on the CPU, which is empty. given: element type of the rows that
+/// the model gives; rotates: their channels are mixed before they are stored.
+std::unique_ptr<method_cache> cpu_conversation(std::unique_ptr<tessera::any_cache> cache, element_type given,
+                                               bool rotates);
 
 }  // namespace tool

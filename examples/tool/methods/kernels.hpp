@@ -35,12 +35,13 @@ using stored_view = typename tessera::cpu::kv_store<Layout>::view_type;
       tessera::index_t, const tessera::segment_marks&);
 
 /// The same for prompts that attend along lines.
-#define TESSERA_TOOL_LINE_KERNELS(storage, T, D)                                                                 \
+#define TESSERA_TOOL_LINE_KERNELS(storage, T, D, layout)                                                         \
   storage template void tessera::cpu::detail::attend_converted_rows(                                             \
-      const tool::stored_view<tool::tool_layout<T, D>>&, tessera::index_t, tessera::index_t,                     \
+      const tool::stored_view<tool::layout<T, D>>&, tessera::index_t, tessera::index_t,                          \
       const tessera::cpu::slot_source&, tessera::index_t, tessera::index_t, const tessera::cpu::line_rule&, int, \
       const tessera::index_t*, tessera::cpu::tile_memory<D, D>&, tessera::cpu::partial_rows<D>);
 
+TESSERA_TOOL_ROW_KERNELS_OF(extern, tessera::fp32)
 TESSERA_TOOL_KERNELS_OF(extern, tessera::fp32)
 TESSERA_TOOL_KERNELS_OF(extern, tessera::fp16)
 TESSERA_TOOL_KERNELS_OF(extern, tessera::bf16)

@@ -15,13 +15,33 @@ template <class Recipe>
 std::unique_ptr<method_cache> make_cpu_cache(const cache_request& request) {
   const recipe_with_profile<Recipe> wanted(request);
   return cpu_conversation(std::make_unique<tessera::cpu::any_cache_of<Recipe>>(request.shape, wanted.recipe,
-                                                                               request.workers, wanted.profile));
+                                                                               request.workers, wanted.profile),
+                          request.element, wanted.rows.rotates);
+}
+
+/// A cache over rows of few bits, whose elements come in fp32, whatever a model has.
+/// `Method::over<T, D, ..>` is the recipe over a layout.
+template <class Method>
+std::unique_ptr<method_cache> make_over_rows([[maybe_unused]] std::string_view rows, const cache_request& request) {
+#define TESSERA_TOOL_MAKE(format)                                                                                 \
+  if (rows == #format) {                                                                                          \
+    return with_head_dim<tessera::fp32>(request.head_dim, [&]<class T, int D>() {                                 \
+      return make_cpu_cache<                                                                                      \
+          typename Method::template over<T, D, format##_layout<T, D>, grouped_##format##_layout<T, D>>>(request); \
+    });                                                                                                           \
+  }
+  TESSERA_TOOL_FOR_ROWS(TESSERA_TOOL_MAKE)
+#undef TESSERA_TOOL_MAKE
+  return nullptr;
 }
 
 /// `Method::of<T, D>` is the recipe. No template parameter that is a template of constrained ones: clang 16 dies of it.
 template <class Method>
 std::unique_ptr<method_cache> make_method(const cache_request& request) {
-  return with_layout(request.element, request.head_dim,
+  std::vector<setting> settings = request.settings;
+  const row_settings chosen = row_settings::taken_from(settings);
+  if (chosen.encodes()) return make_over_rows<Method>(chosen.rows, request);
+  return with_layout(chosen.element(request.element), request.head_dim,
                      [&]<class T, int D>() { return make_cpu_cache<typename Method::template of<T, D>>(request); });
 }
 

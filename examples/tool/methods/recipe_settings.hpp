@@ -4,12 +4,14 @@
 #include <algorithm>
 #include <concepts>
 #include <memory>
+#include <tessera/layout/packed_rows.hpp>
 #include <tessera/recipe.hpp>
 #include <vector>
 
 #include "method_cache.hpp"
 #include "tool/heads/gates.hpp"
 #include "tool/profile/profile_settings.hpp"
+#include "tool/rows/row_settings.hpp"
 #include "values.hpp"
 
 namespace tool {
@@ -19,6 +21,22 @@ template <class Recipe>
 concept takes_gates = requires(Recipe recipe) {
   { recipe.retain.budget.gates } -> std::same_as<tessera::share_table&>;
 };
+
+/// Those settings of a recipe, taken out of `given`.
+/// Errors: as of `taken_from`; rotated rows under a method that goes by the channels that the model gives.
+template <class Recipe>
+row_settings row_settings_of(std::vector<setting>& given) {
+  const row_settings chosen = row_settings::taken_from(given);
+  const char* why = nullptr;
+  if (Recipe::needs_rope) why = "turns queries by the model's RoPE";
+  if (tessera::packing_layout<typename Recipe::layout_type>) why = "chooses among channels itself";
+  if constexpr (Recipe::retain_type::chooses) {
+    if (tessera::weighted_scorer<typename Recipe::retain_type::scorer_type>) why = "weighs values by their channels";
+  }
+  tessera::require(!chosen.rotates || !why, "rotate", "hadamard",
+                   std::string("none under ") + Recipe::name + ", which " + (why ? why : ""), "leave it out");
+  return chosen;
+}
 
 template <class Recipe>
 std::vector<parameter_info> parameters_of(const Recipe& recipe) {
@@ -36,9 +54,10 @@ std::vector<parameter_info> parameters_of(const Recipe& recipe) {
 
 /// Those, and what stands beside them, which `settings` say.
 template <class Recipe>
-std::vector<parameter_info> shown_parameters(const Recipe& recipe, [[maybe_unused]] std::vector<setting> settings,
+std::vector<parameter_info> shown_parameters(const Recipe& recipe, std::vector<setting> settings,
                                              [[maybe_unused]] bool read = false) {
   std::vector<parameter_info> all = parameters_of(recipe);
+  for (parameter_info& one : row_settings_of<Recipe>(settings).shown()) all.push_back(std::move(one));
   if constexpr (takes_profile<Recipe>) {
     const profile_settings chosen = profile_settings::taken_from(settings);
     std::optional<tessera::profile> profile;
@@ -52,6 +71,7 @@ std::vector<parameter_info> shown_parameters(const Recipe& recipe, [[maybe_unuse
 template <class Recipe>
 Recipe configured_recipe(std::vector<setting> settings) {
   Recipe recipe;
+  (void)row_settings_of<Recipe>(settings);
   if constexpr (takes_profile<Recipe>) (void)profile_settings::taken_from(settings);
   for (const setting& given : settings) {
     bool known = false;
@@ -84,16 +104,19 @@ Recipe requested_recipe(const std::vector<setting>& settings, std::optional<inde
   return recipe;
 }
 
-/// The recipe of a request, and the profile that its shares lie in, which must outlive its caches.
+/// The recipe of a request, how its rows are stored, and the profile that its shares lie in, which must outlive its
+/// caches.
 template <class Recipe>
 struct recipe_with_profile {
   Recipe recipe;
+  row_settings rows;
   std::shared_ptr<const tessera::profile> profile;
 
   explicit recipe_with_profile(const cache_request& request)
       : recipe(requested_recipe<Recipe>(request.settings, request.budget)) {
+    std::vector<setting> settings = request.settings;
+    rows = row_settings_of<Recipe>(settings);
     if constexpr (takes_profile<Recipe>) {
-      std::vector<setting> settings = request.settings;
       profile = attach_profile(recipe, profile_settings::taken_from(settings), request.shape);
     }
   }

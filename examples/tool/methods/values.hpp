@@ -77,28 +77,30 @@ std::string nearest(std::string_view text, const std::vector<std::string>& candi
 [[noreturn]] void fail_unknown_parameter(std::string_view given, std::string_view method,
                                          const std::vector<parameter_info>& known);
 
-/// Calls `use.template operator()<T, D>()` for a cache's element type and head dim. Errors: an unsupported head dim.
+/// Calls `use.template operator()<T, D>()` for a cache's head dim. Errors: an unsupported one.
+template <class T, class Use>
+auto with_head_dim(int head_dim, Use&& use) {
+  return [&]<std::size_t... I>(std::index_sequence<I...>) {
+    decltype(use.template operator()<T, head_dims[0]>()) made {};
+    std::string allowed;
+    const bool known = ((head_dim == head_dims[I] && (made = use.template operator()<T, head_dims[I]>(), true)) || ...);
+    ((allowed += (I == 0 ? "" : ", ") + std::to_string(head_dims[I])), ...);
+    tessera::require(known, "head_dim", head_dim, "one of " + allowed,
+                     "pass a model or tensors of such heads, or build the tool for them (TESSERA_TOOL_HEAD_DIMS)");
+    return made;
+  }(std::make_index_sequence<std::size(head_dims)>{});
+}
+
+/// The same for a cache's element type and head dim.
 template <class Use>
 auto with_layout(element_type element, int head_dim, Use&& use) {
-  const auto with_dim = [&]<class T>() {
-    return [&]<std::size_t... I>(std::index_sequence<I...>) {
-      decltype(use.template operator()<T, head_dims[0]>()) made {};
-      std::string allowed;
-      const bool known =
-          ((head_dim == head_dims[I] && (made = use.template operator()<T, head_dims[I]>(), true)) || ...);
-      ((allowed += (I == 0 ? "" : ", ") + std::to_string(head_dims[I])), ...);
-      tessera::require(known, "head_dim", head_dim, "one of " + allowed,
-                       "pass a model or tensors of such heads, or build the tool for them (TESSERA_TOOL_HEAD_DIMS)");
-      return made;
-    }(std::make_index_sequence<std::size(head_dims)>{});
-  };
   switch (element) {
     case element_type::fp32:
-      return with_dim.template operator()<tessera::fp32>();
+      return with_head_dim<tessera::fp32>(head_dim, use);
     case element_type::fp16:
-      return with_dim.template operator()<tessera::fp16>();
+      return with_head_dim<tessera::fp16>(head_dim, use);
     default:
-      return with_dim.template operator()<tessera::bf16>();
+      return with_head_dim<tessera::bf16>(head_dim, use);
   }
 }
 

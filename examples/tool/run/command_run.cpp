@@ -17,6 +17,7 @@
 #include "tool/methods/registry.hpp"
 #include "tool/methods/values.hpp"
 #include "tool/progress.hpp"
+#include "tool/rows/row_settings.hpp"
 #include "tool/run/session_file.hpp"
 
 namespace tool {
@@ -112,15 +113,20 @@ class conversation_run {
       tessera::require(!result_.texts.empty(), "standard input", "empty", "text, each line of which is a turn",
                        "write one, or pass --prompt");
     }
-    if (!given_.save.empty()) save_session(given_.save, digest_of_model(given_.model), {reply_}, *cache_);
+    if (!given_.save.empty()) save_session(given_.save, digest_of_model(given_.model), {reply_, rotates()}, *cache_);
     return result_;
   }
 
  private:
   void load() {
     if (given_.load.empty()) return;
-    reply_ = load_session(given_.load, digest_of_model(given_.model), *cache_).reply;
+    reply_ = load_session(given_.load, digest_of_model(given_.model), rotates(), *cache_).reply;
     goes_on_ = true;
+  }
+
+  bool rotates() const {
+    std::vector<setting> settings = given_.method.parsed_settings();
+    return row_settings::taken_from(settings).rotates;
   }
 
   std::vector<engine::token_t> first_tokens(const std::string& message) const {

@@ -12,10 +12,17 @@ namespace {
 /// Tokens of a reply that a file may have.
 constexpr offset_t longest_reply = offset_t(1) << 24;
 
+/// What is added to a model's digest where channels are mixed before rows are stored.
+constexpr std::uint64_t rotated = 0x9e3779b97f4a7c15u;
+
 template <class Archive>
-void transfer(std::uint64_t model, tessera::host_vector<engine::token_t>& reply, Archive& archive) {
-  std::uint64_t saved = model;
+void transfer(std::uint64_t model, bool rotates, tessera::host_vector<engine::token_t>& reply, Archive& archive) {
+  std::uint64_t saved = rotates ? model + rotated : model;
   archive.number(saved);
+  const std::uint64_t other = rotates ? model : model + rotated;
+  tessera::require(saved != other, "rotate of the saved conversation", rotates ? "none" : "hadamard",
+                   rotates ? "hadamard" : "none", "pass the settings that it was held with");
+  if (rotates) saved -= rotated;
   tessera::require(saved == model, "model of the saved conversation", "another", "the one of --model",
                    "load it with the model that it was held with");
   archive.numbers(reply, longest_reply);
@@ -61,7 +68,7 @@ void save_session(const std::string& path, std::uint64_t model, const session_st
   try {
     tessera::saved_writer archive(sink);
     tessera::host_vector<engine::token_t> reply(state.reply.begin(), state.reply.end());
-    transfer(model, reply, archive);
+    transfer(model, state.rotates, reply, archive);
     archive.end();
     cache.save(sink);
     file.close();
@@ -75,7 +82,7 @@ void save_session(const std::string& path, std::uint64_t model, const session_st
   }
 }
 
-session_state load_session(const std::string& path, std::uint64_t model, method_cache& cache) {
+session_state load_session(const std::string& path, std::uint64_t model, bool rotates, method_cache& cache) {
   std::ifstream file(path, std::ios::binary);
   tessera::require(bool(file), "saved conversation " + engine::printable(path), "missing", "a file that --save wrote",
                    "check the name");
@@ -85,10 +92,10 @@ session_state load_session(const std::string& path, std::uint64_t model, method_
   };
   tessera::saved_reader archive(source);
   tessera::host_vector<engine::token_t> reply;
-  transfer(model, reply, archive);
+  transfer(model, rotates, reply, archive);
   archive.end();
   cache.load(source);
-  return {{reply.begin(), reply.end()}};
+  return {{reply.begin(), reply.end()}, rotates};
 }
 
 }  // namespace tool

@@ -12,19 +12,19 @@ enum class line_search { coverage, paper };
 /// Which rows of a chunk are looked at: evenly spaced ones with the newest among them, or some that a seed draws.
 enum class row_sampling { even, random };
 
-/// Samples `rows` rows of each chunk and takes lines, the best for their length first, until they carry the share
-/// `alpha` of the sampled rows' attention. The nearest 64 slash lines and the first 4 columns are always taken; with
-/// alpha 1 everything is. The chunk's last `dense_rows` rows attend everything: the answer begins with what they see,
-/// and the share that lines may leave out is more than the weight of one sampled row.
+/// Samples rows of each chunk and takes lines, the best for their length first, until they carry the share `alpha` of
+/// the sampled rows' attention. The nearest 64 slash lines and the first 4 columns are always taken; with alpha 1
+/// everything is. The chunk's last `dense_rows` rows attend everything: the answer begins with what they see, and the
+/// share that lines may leave out is more than the weight of one sampled row.
 ///
 /// The rows are evenly spaced and end with the newest, where a question often stands; with `sampling` random they
-/// follow from `seed` and the chunk's position. They are the same for all heads and layers. A chunk of at most `rows`
-/// rows is looked at whole. A prompt in one chunk thus has one sample; one in several chunks has `rows` rows of each,
-/// since lines are chosen by rows that attend them. Nothing is promised of what other rows look at, unless they are
-/// dense.
+/// follow from `seed` and the chunk's position. They are the same for all heads and layers. A chunk of at most
+/// `sampled_rows` rows is looked at whole. A prompt in one chunk thus has one sample; one in several chunks has that
+/// many rows of each, since lines are chosen by rows that attend them. Nothing is promised of what other rows look at,
+/// unless they are dense.
 /// Tokens of earlier turns are keys here, never rows.
 /// Errors   alpha outside (0, 1], no rows, a seed out of range: tessera::error.
-/// Cost     one pass over K for `rows` rows of each query head, and memory for their attention; then lines *
+/// Cost     one pass over K for the sampled rows of each query head, and memory for their attention; then lines *
 ///          log(lines). Dense rows see every key: a chunk of few rows is mostly dense.
 /// Paper    Li et al., LoopServe, arXiv:2507.13681, Sec. 5.1 ("uniformly sampling") and Algorithm 5 (random rows, of
 ///          which nearly none is a question's). Differs: `coverage` counts what lines cover exactly where the paper has
@@ -41,7 +41,7 @@ struct covering_lines {
   static constexpr float rounding_on_devices = 1e-5f;
 
   float alpha = 0.955f;
-  index_t rows = 48;
+  index_t sampled_rows = 48;
   index_t seed = 0;
   index_t dense_rows = 16;
   line_search algorithm = line_search::coverage;
@@ -49,7 +49,7 @@ struct covering_lines {
 
   void sample(index_t first, index_t next, host_vector<index_t>& to) const {
     std::uint64_t state = std::uint64_t(seed) << 32 ^ std::uint64_t(first);
-    index_t wanted = (std::min)(rows, next - first);
+    index_t wanted = (std::min)(sampled_rows, next - first);
     if (sampling == row_sampling::even) {
       for (index_t i = 1; i <= wanted; ++i) to.push_back(first + index_t(offset_t(i) * (next - first) / wanted) - 1);
       return;
@@ -91,7 +91,7 @@ struct covering_lines {
   static void parameters(Self& self, Visit&& visit) {
     visit("alpha", self.alpha, value_range{1e-6f, 1.0f},
           "share of the sampled attention that the lines carry; 1: dense");
-    visit("rows", self.rows, value_range{1, 1 << 12}, "rows of a prompt chunk that are sampled");
+    visit("sampled_rows", self.sampled_rows, value_range{1, 1 << 12}, "rows of a prompt chunk that are sampled");
     visit("sampling", self.sampling, one_word_of{"even or random"},
           "which rows: evenly spaced with the newest among them, or drawn by the seed");
     visit("seed", self.seed, value_range{0, max_tokens}, "another seed, other random rows");

@@ -201,7 +201,7 @@ def check_lines(checks):
     (folder / "layer").write_bytes(safetensors(layer()))
     checks.refuses(base, "n_q, the rows of tensor q is 40", "60 for loopserve")
     (folder / "layer").write_bytes(safetensors(layer(n_q=60)))
-    checks.works(f"{base} --set first=0 --set every=2 --set rows=7", "60.0 of 60 tokens")
+    checks.works(f"{base} --set first=0 --set every=2 --set sampled_rows=7", "60.0 of 60 tokens")
     written = read_safetensors(folder / "kept")
     for name, kind, shape in (("lines.rows", "I32", [7]), ("lines.vertical.indptr", "I64", [5]), ("lines.slash.indptr", "I64", [5]),
                               ("prefill_out", "F32", [60, 4, 64]), ("prefill_lse", "F32", [60, 4]), ("attend.indptr", "I64", [7])):

@@ -118,7 +118,7 @@ class lines_case {
 
 TEST_CASE("compress writes loopserve's lines and what the last turn's rows attended along them") {
   lines_case given;
-  given.run("loopserve", 32, {{"rows", "20"}, {"sampling", "random"}, {"seed", "3"}, {"alpha", "0.9"}});
+  given.run("loopserve", 32, {{"sampled_rows", "20"}, {"sampling", "random"}, {"seed", "3"}, {"alpha", "0.9"}});
   const auto file = given.file();
   CHECK(file.at("lines.rows").type == dtype::i32);
   CHECK(file.at("lines.vertical.indptr").type == dtype::i64);
@@ -164,7 +164,7 @@ TEST_CASE("compress writes loopserve's lines and what the last turn's rows atten
   CHECK(given.list("attend", 19 * kv_heads).size() == 36);
   const auto metadata = file.metadata();
   for (const auto& [name, value] : std::map<std::string, std::string>{{"alpha", "0.9"},
-                                                                      {"rows", "20"},
+                                                                      {"sampled_rows", "20"},
                                                                       {"first", "16"},
                                                                       {"every", "16"},
                                                                       {"sampling", "random"},
@@ -237,7 +237,7 @@ TEST_CASE("what lines need and the file or the settings lack is named") {
   };
   refused("alpha", "0", "alpha is 0; expected ");
   refused("alpha", "1.5", "alpha is 1.5; expected ");
-  refused("rows", "0", "rows is 0; expected 1");
+  refused("sampled_rows", "0", "sampled_rows is 0; expected 1");
   refused("every", "0", "every is 0; expected 1");
   refused("first", "-1", "first is -1; expected 0");
   refused("observed", "33", "observed is 33; expected at most the budget");

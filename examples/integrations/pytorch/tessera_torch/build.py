@@ -52,9 +52,7 @@ tessera_torch::any_pages* tessera_torch_make_pages(const tessera_torch::cache_re
 OPERATORS = ("operators.cpp", "session_operators.cpp", "sharing_operators.cpp", "pages/page_operators.cpp", "pages/observation_operators.cpp",
              "pages/reading_operators.cpp")
 MAY_COMPILE = True  # False within an engine's process: what is not there is then refused
-# How K and V are stored; those of groups of elements on the CPU alone.
-ROWS = ("given", "fp8", "int8", "int4", "int2")
-ROWS_OF_CPU = ("int4", "int2")
+ROWS = ("given", "fp8", "int8", "int4", "int2")  # how K and V are stored
 NO_POLICIES = ("backend", "concepts", "core", "math", "methods", "runtime")
 
 
@@ -103,14 +101,12 @@ class Policy:
                           f"using recipe_type = tessera::chosen_recipe<tessera::{element}, {dim}, {v_dim}>;", ""])
 
 
-def check_rows(method, rows, device):
+def check_rows(method, rows):
     if rows not in ROWS:
         raise ValueError(f"rows is '{rows}'; expected one of {', '.join(ROWS)}; leave rows out to store what the model gives")
     if rows != "given" and isinstance(method, Policy):
         raise ValueError(f"rows is '{rows}'; expected 'given' beside a Policy, whose recipe names its layout; "
                          f"write stored<{rows}_rows<T, D>, runs> in the recipe")
-    if rows in ROWS_OF_CPU and device == "cuda":
-        raise ValueError(f"rows is '{rows}'; expected given, fp8 or int8 on CUDA; rows of fewer bits are read by the CPU alone")
 
 
 def source_of(method, element, dim, rows="given", v_dim=None):
@@ -162,7 +158,7 @@ def library(method, dtype, dim, device="cpu", kind="cache", rows="given", v_dim=
 
     dim, v_dim: of keys and of values (None: the same); kind: "cache", or "pages" for the operations over an engine's own pages; rows: one of ROWS.
     """
-    check_rows(method, rows, device)
+    check_rows(method, rows)
     if dtype not in ELEMENTS:
         raise ValueError(f"dtype is {dtype}; expected {', '.join(map(str, ELEMENTS))}; cast the model")
     v_dim = v_dim or dim

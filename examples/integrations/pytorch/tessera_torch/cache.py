@@ -27,8 +27,8 @@ class TesseraCache(transformers.Cache):
                  a list of such, one for each row; None: the method's default
     max_length:  most tokens of a conversation; CUDA takes memory for them, or for less where the first prompt comes in one call; the CPU
                  as they come (None: the model's)
-    rows:        how K and V are stored: "given"; "fp8" or "int8", a byte an element and a scale for each row; "int4" or "int2" on the
-                 CPU, in groups of 64 channels. rotate: "hadamard", channels are mixed before they are stored. Answers may differ
+    rows:        how K and V are stored: "given"; "fp8" or "int8", a byte an element and a scale for each row; "int4" or "int2",
+                 in groups of 64 channels. rotate: "hadamard", channels are mixed before they are stored. Answers may differ
     draft_tokens: of a draft that a step may check, 0 to 7; CUDA takes scratch memory for them, the CPU takes 7. None: 7 if generate
                  with an assistant or prompt lookup makes the first call, else 0
     profile:     what was found once for the heads of this model, for a method that goes by it: the file of `tessera calibrate`
@@ -56,7 +56,7 @@ class TesseraCache(transformers.Cache):
         self._draft_tokens = draft_tokens
         self._longest = max_length or getattr(text, "max_position_embeddings", None) or layer_plan.NO_LENGTH
         self._operators = build.operators()
-        build.check_rows(method, rows, "cpu")
+        build.check_rows(method, rows)
         rotation.check(method, rotate)
         self._row_format, self._rotate = rows, rotate
         if isinstance(method, str):

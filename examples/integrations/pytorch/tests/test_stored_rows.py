@@ -52,6 +52,27 @@ def test_a_cache_of_few_bits_is_one_of_what_they_decode_to(method, rows, monkeyp
     assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("method, rows", [("full", "fp8"), ("full", "int8"), ("full", "int4"), ("full", "int2"), ("snapkv", "int4")])
+def test_a_gpu_stores_what_codes_decode_to(method, rows, monkeypatch):
+    """What is decoded here is then rounded to bf16, which rows of codes are not: by 2e-3 of an element."""
+    model, ids = small_model().to("cuda", torch.bfloat16), tokens(90).to("cuda")
+    named = dict(max_length=128) if method == "full" else dict(max_length=128, budget=64)
+    given = TesseraCache(model.config, method, **named)
+    few = TesseraCache(model.config, method, rows=rows, **named)
+    attend = TesseraCache.attend
+
+    def of_decoded(self, layer, q, k, v, *more):
+        return attend(self, layer, q, *((decoded(x.float(), rows).to(x.dtype) for x in (k, v)) if self is given else (k, v)), *more)
+
+    monkeypatch.setattr(TesseraCache, "attend", of_decoded)
+    with torch.no_grad():
+        for part in (ids[:, :80], ids[:, 80:81], ids[:, 81:82]):
+            want = model(part, past_key_values=given).logits.float()
+            got = model(part, past_key_values=few).logits.float()
+            assert (got - want).norm() < 0.03 * want.norm()
+
+
 @pytest.mark.parametrize("method, rows", [("full", "given"), ("snapkv", "given"), ("full", "int4")])
 def test_rotated_rows_answer_as_rows_that_are_not(method, rows, monkeypatch):
     """Of rows as given; and rows of few bits are those of what the rotated ones decode to."""
@@ -94,7 +115,7 @@ def test_rows_that_are_not_there_are_refused():
         TesseraCache(config, "snapkv", 32, rotate="givens")
     with pytest.raises(ValueError, match="^rotate is 'hadamard'; expected 'none' under expected_attention, which turns queries by "):
         TesseraCache(config, "expected_attention", 32, rotate="hadamard")
-    with pytest.raises(ValueError, match="^rows is 'int4'; expected given, fp8 or int8 on CUDA; "):
-        build.library("snapkv", torch.bfloat16, 64, "cuda", rows="int4")
+    with pytest.raises(ValueError, match="^rotate is 'hadamard'; expected 'none' under criticalkv, which weighs values by their channels; "):
+        TesseraCache(config, "criticalkv", 32, rotate="hadamard")
     with pytest.raises(ValueError, match="^tessera: mosaickv packs its rows; leave rows out"):
         build.library("mosaickv", torch.float32, 64, rows="int8")

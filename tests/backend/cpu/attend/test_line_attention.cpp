@@ -120,14 +120,14 @@ TEST_CASE("a chunk's lines carry alpha of its sampled rows, and its rows attend 
     const auto sinks = support::normals(random, std::size_t(given.step.q_heads));
     const logit_rule rule = random_rule(random, sinks);
     const covering_lines policy{.alpha = random.pick({0.5f, 0.9f, 0.955f, 1.0f}),
-                                .rows = random.pick({1, 7, 48, 90}),
+                                .sampled_rows = random.pick({1, 7, 48, 90}),
                                 .seed = i,
                                 .algorithm = random.chance(0.3) ? line_search::paper : line_search::coverage};
-    CAPTURE(i, n, fresh, group, policy.alpha, policy.rows, rule.sliding_window, rule.soft_cap);
+    CAPTURE(i, n, fresh, group, policy.alpha, policy.sampled_rows, rule.sliding_window, rule.soft_cap);
     prompt_lines lines, again;
     cpu::choose_lines(policy, given.kv.view(), given.queries(), rule, lines, workspace, one);
     cpu::choose_lines(policy, given.kv.view(), given.queries(), rule, again, workspace, three);
-    REQUIRE(index_t(lines.rows.size()) == std::min(policy.rows, fresh));
+    REQUIRE(index_t(lines.rows.size()) == std::min(policy.sampled_rows, fresh));
     for (index_t h = 0; h < given.step.q_heads; ++h) {
       REQUIRE(lines.heads[std::size_t(h)].vertical == again.heads[std::size_t(h)].vertical);
       REQUIRE(lines.heads[std::size_t(h)].slash == again.heads[std::size_t(h)].slash);

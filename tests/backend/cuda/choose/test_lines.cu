@@ -138,10 +138,10 @@ void try_choices(int count, index_t most) {
   const index_t samples[] = {1, 3, 48, 70};
   for (int i = 0; i < scaled(count, 3); ++i) {
     line_choice<T, D, Table> of(random_chunk(i, most));
-    const covering_lines policy{.alpha = alphas[draw(0, 5)], .rows = samples[draw(0, 3)], .seed = i};
+    const covering_lines policy{.alpha = alphas[draw(0, 5)], .sampled_rows = samples[draw(0, 3)], .seed = i};
     INFO("case " << i << " head dim " << D << " heads " << of.s.heads << " group " << of.s.group << " tokens "
                  << of.s.tokens << " stored " << of.s.stored << " evicted " << of.s.evicted << " alpha " << policy.alpha
-                 << " rows " << policy.rows << " window " << of.s.rule.sliding_window);
+                 << " rows " << policy.sampled_rows << " window " << of.s.rule.sliding_window);
     const prompt_lines lines = of.choose(policy);
     for (index_t h = 0; h < of.s.q_heads(); ++h) {
       const support::sampled_rows seen = of.sampled(lines, h);
@@ -180,10 +180,10 @@ void try_published(int count, index_t most) {
     of_case.group = draw(1, 8);
     line_choice<T, D, Table> of(of_case);
     const covering_lines policy{
-        .alpha = alphas[draw(0, 7)], .rows = samples[draw(0, 3)], .seed = i, .algorithm = line_search::paper};
+        .alpha = alphas[draw(0, 7)], .sampled_rows = samples[draw(0, 3)], .seed = i, .algorithm = line_search::paper};
     INFO("case " << i << " head dim " << D << " heads " << of.s.heads << " group " << of.s.group << " tokens "
                  << of.s.tokens << " stored " << of.s.stored << " evicted " << of.s.evicted << " alpha " << policy.alpha
-                 << " rows " << policy.rows << " window " << of.s.rule.sliding_window);
+                 << " rows " << policy.sampled_rows << " window " << of.s.rule.sliding_window);
     const prompt_lines lines = of.choose(policy);
     for (index_t h = 0; h < of.s.q_heads(); ++h) {
       support::sampled_rows seen = of.sampled(lines, h);

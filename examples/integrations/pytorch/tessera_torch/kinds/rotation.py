@@ -8,8 +8,10 @@ def check(method, rotate):
     """Errors: ValueError for a rotation that is not there, or under which a method would go by what no longer is."""
     if rotate not in ROTATIONS:
         raise ValueError(f"rotate is '{rotate}'; expected {' or '.join(ROTATIONS)}; leave rotate out to store channels as the model gives them")
-    if rotate != "none" and method in ("mosaickv", "think", "expected_attention"):
-        why = "turns queries by the model's RoPE" if method == "expected_attention" else "chooses among channels itself"
+    refusing = {"expected_attention": "turns queries by the model's RoPE", "criticalkv": "weighs values by their channels",
+                **dict.fromkeys(("mosaickv", "think"), "chooses among channels itself")}
+    why = refusing.get(method) if isinstance(method, str) else None
+    if rotate != "none" and why:
         raise ValueError(f"rotate is '{rotate}'; expected 'none' under {method}, which {why}; leave rotate out")
 
 
