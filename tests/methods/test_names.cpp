@@ -146,7 +146,7 @@ TEST_CASE("published defaults are the papers'") {
   CHECK(rocketkv_mt<fp32, 64>{}.retain.scorer.pool == 63);
   CHECK(quest<fp32, 64>{}.retrieve.scorer.page == 16);
   const loopserve<fp32, 64> loop;
-  CHECK((loop.prefill.alpha == 0.955f && loop.prefill.rows == 48));
+  CHECK((loop.prefill.alpha == 0.955f && loop.prefill.sampled_rows == 48));
   CHECK((loop.schedule.first == 16 && loop.schedule.every == 16));
   CHECK((loop.retain.scorer.window == 16 && loop.budget() == 1024 && !loop.prefill.adds_to_reading()));
   CHECK((minference<fp32, 64>{}.prefill.vertical == 1000 && minference<fp32, 64>{}.prefill.slash == 6096));
