@@ -58,7 +58,11 @@ def layers_of(config):
 def _types(config):
     """Of each layer its type, what transformers makes its part of a cache from, and its own config."""
     if hasattr(cache_utils, "get_layer_types_and_kwargs"):
-        return *cache_utils.get_layer_types_and_kwargs(config), config.per_layer_config
+        types, given = cache_utils.get_layer_types_and_kwargs(config)
+        if isinstance(given, dict):  # in versions before 5.24 for all layers, of which those that share another's keys are left out
+            types = list(types) + ["dummy"] * (config.num_hidden_layers - len(types))
+            given = [{"sliding_window": None, **given} for _ in types]
+        return types, given, getattr(config, "per_layer_config", None) or [config] * len(types)
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if config.model_type in HYBRID:
