@@ -21,6 +21,7 @@ MAY_INCLUDE = {
     "recipe_checks.hpp": BELOW_AXES + ["stages.hpp"],
     "recipe.hpp":   BELOW_AXES + ["stages.hpp", "recipe_checks.hpp", "prefill"],  # of a recipe that names no prefill
     "planned.hpp":  BELOW_AXES + RECIPE,
+    "tailed_rows.hpp": ["layout", "channels"],
     "methods":      ["core", "recipe.hpp", "runtime"] + AXES,  # of runtime: what rotates its rows needs Eigen
     "runtime":      BELOW_AXES + RECIPE,
     "backend/cpu":  BELOW_AXES + AXES + RECIPE + ["runtime"],

@@ -19,7 +19,7 @@ MADE = {  # file in the build folder: what it must contain
     "test_methods/registry.cpp": f"published_{NAME}()",
 }
 MADE_WITH_CUDA = {
-    "examples/tool/cuda_caches_bf16_64.cu": f"tessera::{NAME}<T, D, D, method_layout<own, T, D>>",
+    "examples/tool/cuda_caches_bf16_64_given.cu": f"tessera::{NAME}<T, D, D, method_layout<own, tool_layout<T, D>, grouped_layout<T, D>>>",
     f"test_gpu/test_cache_{NAME}.cuh": f"hold_conversations<tessera::{NAME}<",
 }
 

@@ -63,7 +63,6 @@ void add_varied(const std::vector<std::string>& texts, std::vector<variant>& var
             variant changed = base[row];
             changed.settings.push_back({name, value});
             changed.differs = name + "=" + value;
-            changed.method->configured(changed.settings);
             if (names_profile(*changed.method, changed.settings)) {
               if (row > i) break;  // the same for every budget: the profile says what each head keeps
               changed.budget.reset();
@@ -126,6 +125,7 @@ std::vector<variant> parse_variants(const eval_options& given) {
                    "leave it out");
   add_varied(given.varied, variants);
   apply_settings(given.settings, variants);
+  for (const variant& row : variants) (void)row.method->configured(row.settings);
   return variants;
 }
 

@@ -40,6 +40,7 @@ template <class Method>
 std::unique_ptr<method_cache> make_method(const cache_request& request) {
   std::vector<setting> settings = request.settings;
   const row_settings chosen = row_settings::taken_from(settings);
+  if (chosen.whole_tail > 0) return make_over_rows<Method>("tailed", chosen.tailed(request));
   if (chosen.encodes()) return make_over_rows<Method>(chosen.rows, request);
   return with_layout(chosen.element(request.element), request.head_dim,
                      [&]<class T, int D>() { return make_cpu_cache<typename Method::template of<T, D>>(request); });

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <concepts>
 #include <memory>
-#include <tessera/layout/packed_rows.hpp>
 #include <tessera/recipe.hpp>
+#include <tessera/tailed_rows.hpp>
 #include <vector>
 
 #include "method_cache.hpp"
@@ -29,7 +29,11 @@ row_settings row_settings_of(std::vector<setting>& given) {
   const row_settings chosen = row_settings::taken_from(given);
   const char* why = nullptr;
   if (Recipe::needs_rope) why = "turns queries by the model's RoPE";
-  if (tessera::packing_layout<typename Recipe::layout_type>) why = "chooses among channels itself";
+  if (tessera::chooses_among_channels<typename Recipe::layout_type>) {
+    why = "chooses among channels itself";
+    tessera::require(chosen.whole_tail == 0, "whole_tail", chosen.whole_tail, std::string("0 under ") + Recipe::name,
+                     "leave it out: the method packs its rows itself");
+  }
   if constexpr (Recipe::retain_type::chooses) {
     if (tessera::weighted_scorer<typename Recipe::retain_type::scorer_type>) why = "weighs values by their channels";
   }

@@ -12,6 +12,7 @@ namespace tool {
 struct row_settings {
   std::string rows = "given";  ///< one of `row_formats`
   bool rotates = false;
+  index_t whole_tail = 0;  ///< newest tokens that stay whole, of fp8 and int4 rows
 
   /// Takes those settings out of `given`. Errors: a word that is none of those; a format that this build lacks.
   static row_settings taken_from(std::vector<setting>& given);
@@ -24,10 +25,13 @@ struct row_settings {
   element_type element(element_type given) const { return rows == "bf16" ? element_type::bf16 : given; }
   /// Whether rows are of a format of few bits.
   bool encodes() const { return rows != "given" && rows != "bf16"; }
+  /// The same request in the parameters of tailed_rows.
+  cache_request tailed(const cache_request& request) const;
 };
 
-/// The formats that this build stores rows in.
+/// The formats that this build stores rows in, and whether it has those with a whole tail.
 std::vector<std::string> row_formats();
+bool has_whole_tails();
 
 /// Rows [tokens, heads, dim] of which a copy is rotated, where rows are; else as they come.
 class row_rotation {

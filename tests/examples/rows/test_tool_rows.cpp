@@ -3,6 +3,7 @@
 #include <map>
 #include <random>
 #include <string>
+#include <tessera/core/error.hpp>
 #include <tessera/layout/fp8_rows.hpp>
 #include <tessera/layout/int2_rows.hpp>
 #include <tessera/layout/int4_rows.hpp>
@@ -111,6 +112,15 @@ class result {
   engine_tests::temporary_folder folder_;
 };
 
+bool built_without_tail(const std::string& format) {
+  try {
+    (void)tool::find_method("full").configured({{"rows", format}});
+    return true;
+  } catch (const tessera::error&) {
+    return false;
+  }
+}
+
 void check_near(const std::vector<float>& got, const std::vector<float>& expected, float most) {
   REQUIRE(got.size() == expected.size());
   float worst = 0;
@@ -134,7 +144,7 @@ std::optional<index_t> budget_of(const tool::method_info& method, index_t tokens
 TEST_CASE("every method over rows of a format does as over the decoded values") {
   const tensors layer = random_layer();
   for (const std::string& format : tool::row_formats()) {
-    if (format == "given") continue;
+    if (format == "given" || !built_without_tail(format)) continue;
     const tensors held = decoded(format, layer);
     for (const auto& method : tool::methods()) {
       if (method.rereads) continue;
@@ -174,6 +184,76 @@ TEST_CASE("rotated rows change no product: methods keep what they kept") {
   }
 }
 
+TEST_CASE("every method over rows behind a whole tail") {
+  if (!tool::has_whole_tails()) return;
+  const tensors layer = random_layer();
+  for (const auto& method : tool::methods()) {
+    if (method.rereads || method.name == "mosaickv" || method.name == "think") continue;
+    CAPTURE(method.name);
+    const auto run = [&](std::vector<setting> settings) {
+      return result(layer, method, budget_of(method, 48), settings);
+    };
+    // A tail that holds all tokens leaves nothing to pack: rows are those that were given.
+    const result plain = run({}), whole = run({{"rows", "int4"}, {"whole_tail", "400"}});
+    check_sets(whole, plain);
+    check_near(whole.real("out"), plain.real("out"), 2e-6f);
+    const result few = run({{"rows", "int4"}, {"whole_tail", "8"}});
+    CHECK(few.number("bytes_full") == plain.number("bytes_full"));
+    if (method.name != "full") continue;
+    CHECK(few.number("bytes_held") < 0.35 * plain.number("bytes_full"));
+  }
+}
+
+TEST_CASE("rows behind a whole tail, against attention in double over what they decode to") {
+  if (!tool::has_whole_tails()) return;
+  const tensors layer = random_layer();
+  constexpr index_t tail = 8;
+  for (const std::string format : {"fp8", "int4"}) {
+    const result got(layer, tool::find_method("full"), {}, {{"rows", format}, {"whole_tail", std::to_string(tail)}});
+    const std::vector<float> out = got.real("out");
+    for (index_t step = 0; step < steps; ++step) {
+      // Rows of the prompt but the newest eight are packed, and no tail of decoded ones is full by then.
+      const index_t packed = tokens - tail, all = tokens + step + 1;
+      for (index_t q_head = 0; q_head < q_heads; ++q_head) {
+        const index_t head = q_head / (q_heads / kv_heads);
+        const auto row = [&](const char* name, index_t token) {
+          const std::string decode = std::string(name) + "_decode";
+          const float* data = token < tokens ? layer.at(name).data() + (head * tokens + token) * dim
+                                             : layer.at(decode).data() + ((token - tokens) * kv_heads + head) * dim;
+          std::vector<double> values(data, data + dim);
+          if (token >= packed) return values;
+          float largest = 0;
+          for (int d = 0; d < dim; ++d) largest = std::max(largest, std::abs(data[d]));
+          const float scale = largest / (format == "fp8" ? 448.0f : 7.0f);
+          for (int d = 0; d < dim; ++d) {
+            const float held = data[d] / scale;
+            values[std::size_t(d)] =
+                double(scale) * (format == "fp8" ? double(float(tessera::fp8(held)))
+                                                 : double(std::trunc(held + std::copysign(0.5f, held))));
+          }
+          return values;
+        };
+        std::vector<double> expected(dim, 0.0);
+        double sum = 0;
+        const float* q = layer.at("q_decode").data() + (step * q_heads + q_head) * dim;
+        for (index_t token = 0; token < all; ++token) {
+          const std::vector<double> k = row("k", token), v = row("v", token);
+          double product = 0;
+          for (int d = 0; d < dim; ++d) product += double(q[d]) * k[std::size_t(d)];
+          const double weight = std::exp(product / 8 - 4);
+          sum += weight;
+          for (int d = 0; d < dim; ++d) expected[std::size_t(d)] += weight * v[std::size_t(d)];
+        }
+        double worst = 0;
+        for (int d = 0; d < dim; ++d)
+          worst = std::max(worst, std::abs(double(out[std::size_t((step * q_heads + q_head) * dim + d)]) -
+                                           expected[std::size_t(d)] / sum));
+        CHECK(worst <= 1e-5);
+      }
+    }
+  }
+}
+
 TEST_CASE("rows and rotate refuse what they cannot do") {
   const auto refused = [](const char* method, std::vector<setting> settings, const char* because) {
     CHECK_THROWS_WITH(tool::find_method(method).configured(settings), contains(because));
@@ -189,6 +269,12 @@ TEST_CASE("rows and rotate refuse what they cannot do") {
     if (std::find(built.begin(), built.end(), format) != built.end()) continue;
     refused("full", {{"rows", format}}, "build the tool with -DTESSERA_TOOL_ROWS=");
   }
+  if (!tool::has_whole_tails()) {
+    refused("full", {{"whole_tail", "8"}}, "build the tool with -DTESSERA_TOOL_ROWS=tailed");
+    return;
+  }
+  refused("full", {{"whole_tail", "8"}}, "whole_tail is 8; expected 0 with rows=given");
+  refused("think", {{"rows", "int4"}, {"whole_tail", "8"}}, "the method packs its rows itself");
 }
 
 TEST_CASE("rows of one variant change nothing of another's") {
