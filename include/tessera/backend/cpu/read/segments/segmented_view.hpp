@@ -17,5 +17,15 @@ struct segmented_view : View {
   }
 };
 
+/// to [k_dim] = the key of a slot of the rows themselves, packed ones too.
+template <class View>
+void load_key(const segmented_view<View>& view, index_t sequence, index_t head, index_t slot, float* to) {
+  load_key(static_cast<const View&>(view), sequence, head, slot, to);
+}
+template <class View>
+void load_value(const segmented_view<View>& view, index_t sequence, index_t head, index_t slot, float* to) {
+  load_value(static_cast<const View&>(view), sequence, head, slot, to);
+}
+
 }  // namespace cpu
 TESSERA_NAMESPACE_END
