@@ -12,10 +12,21 @@ add_library(gpu_testing STATIC tests/backend/cuda/eigenvectors.cpp tests/backend
             tests/backend/cuda/cache/cases/random_calls.cpp)
 target_link_libraries(gpu_testing PUBLIC tessera_testing)
 
+# The kernels of a smaller card, with its shared memory, on whatever card is here: a newer one runs code for an older one.
+set(TESSERA_TEST_CAPABILITY "" CACHE STRING
+    "Compute capability whose kernels and shared memory the GPU tests have: 80, 86 or 89; empty: the card's own")
+
 function(tessera_gpu_program program)
   add_executable(${program} ${ARGN})
   target_link_libraries(${program} PRIVATE gpu_testing)
   tessera_cuda_options(${program})
+  if(TESSERA_TEST_CAPABILITY)
+    string(REGEX MATCH "[0-9]+" card "${CMAKE_CUDA_ARCHITECTURES}")
+    set_target_properties(${program} PROPERTIES CUDA_ARCHITECTURES OFF)
+    target_compile_options(${program} PRIVATE
+      "$<$<COMPILE_LANGUAGE:CUDA>:-gencode=arch=compute_${TESSERA_TEST_CAPABILITY},code=sm_${card}>")
+    target_compile_definitions(${program} PRIVATE TESSERA_TEST_CAPABILITY=${TESSERA_TEST_CAPABILITY})
+  endif()
   add_dependencies(test_gpu ${program})
   add_test(NAME ${program} COMMAND ${program})
   set_tests_properties(${program} PROPERTIES LABELS gpu TIMEOUT ${tessera_hang}

@@ -175,14 +175,8 @@ class attentive_score {
   }
   void take_narrow(const device_info& device) {
     with_lse_kernel([&](auto kernel) { take_lse(kernel, device); });
-    const index_t chunks = ceil_div(query_rows_, sums::chunk_rows);
     sum_entry_ = detail::sum_entry<View, Scorer>;
-    const std::size_t limit = sum_entry_.shared_limit(device);
-    const auto fits = [&] { return sums::shared_bytes(shape_, rows_) <= limit; };
-    shape_.chunks = int(chunks * sums::chunk_rows <= 256 ? chunks : 2);
-    shape_.stages = query_rows_ <= 64 ? 2 : 1;  // few rows: limited by memory
-    if (!fits()) shape_.stages = 1;
-    if (!fits()) shape_.chunks = (std::min)(shape_.chunks, 2);
+    shape_ = sums::fitted(shape_, rows_, sum_entry_.shared_limit(device));
     sum_shared_ = sums::shared_bytes(shape_, rows_);
     sum_blocks_ = resident(sum_entry_, sums::threads, sum_shared_, device);
   }

@@ -249,13 +249,15 @@ class attend_packed {
         shape_(rows_, max_segments, lengths_),
         max_segments_(max_segments) {
     const std::string segments = " over " + std::to_string(max_segments) + " segments";
-    attend_entry_.require_shared(std::size_t(shape_.bytes), device, "packed attention" + segments);
+    attend_entry_.require_shared(std::size_t(shape_.bytes), device, "packed attention" + segments,
+                                 "store fewer channels of packed rows, lower cache_options::tokens, or use a device "
+                                 "with more of it");
     // All blocks run at the same time: a second wave would take as long as the first.
     const int together = attend_entry_.resident_blocks(detail::packed_threads, std::size_t(shape_.bytes), device);
     splits_ = std::clamp<index_t>(together / (std::max)(1, lanes_), 1, 128);
     whole_ = (std::min)(splits_, detail::whole_splits);
     parts_ = splits_ + max_segments + whole_;
-    if (shared_tables().shared_bytes() > std::size_t(device.shared_memory)) {
+    if (shared_tables().shared_bytes() > merge_entry_.shared_limit(device)) {
       tables_ = detail::merge_tables::workspace;
       merge_entry_ = detail::merge_packed_entry<View, Out, detail::merge_tables::workspace>;
     }

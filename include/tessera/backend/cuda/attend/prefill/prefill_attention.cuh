@@ -69,39 +69,69 @@ index_t check_prefill(const prefill_problem<View, Out>& p, index_t sequences, in
 template <class View, class Out, bool Hopper = compiled_for_hopper && fits_hopper_prefill<View>>
 using prefill_kernel_of = std::conditional_t<Hopper, prefill_hopper_kernel<View, Out>, prefill_kernel<View, Out>>;
 
-/// What the prompt calls have in common: the kernel for Hopper or the one for all devices, with its size, and the
-/// workspace of splits. The workspace has at most one part for every block that the device runs at a time.
-template <class Common, class Hopper, class... Params>
+/// The kernel whose blocks every device has shared memory for; the usual one where that is so of it.
+template <class View, class Out>
+using small_prefill_kernel_of =
+    std::conditional_t<(prefill_kernel<View, Out>::shared_bytes <= least_shared_memory), prefill_kernel<View, Out>,
+                       small_prefill_kernel<View, Out, small_prefill_warps<View>(0)>>;
+/// Code for Hopper alone has none of it: there the usual kernel fits.
+template <class Small>
+inline constexpr int small_prefill_threads = compiled_for_hopper ? 32 : Small::threads;
+
+/// What a kernel takes of a device.
+struct prefill_size {
+  int threads, shared_bytes;
+  index_t block_rows;
+
+  template <class Kernel>
+  static constexpr prefill_size taken_by() {
+    return {Kernel::threads, Kernel::shared_bytes, Kernel::block_rows};
+  }
+  /// Of the usual kernel where `limit` bytes hold its block, else of the small one.
+  template <class Common, class Small>
+  static constexpr prefill_size within(std::size_t limit) {
+    return std::size_t(Common::shared_bytes) <= limit ? taken_by<Common>() : taken_by<Small>();
+  }
+};
+
+/// What the prompt calls have in common: the kernel for Hopper or one for all devices, with its size, and the workspace
+/// of splits. The workspace has at most one part for every block that the device runs at a time.
+template <class Common, class Small, class Hopper, class... Params>
 struct prefill_launch {
   device_kernel<Params...> entry;
-  int threads = Common::threads, shared_bytes = Common::shared_bytes;
+  prefill_size size = prefill_size::taken_by<Common>();
+  bool on_hopper = false;
   index_t resident = 1;
 
-  prefill_launch(void (*kernel)(Params...), const device_info& device) : entry(kernel) {
+  /// `small_entry`: null where Small is Common.
+  prefill_launch(void (*usual)(Params...), void (*small_entry)(Params...), const device_info& device) : entry(usual) {
     if constexpr (!std::is_void_v<Hopper>) {
-      static_assert(Hopper::threads != Common::threads && Hopper::block_rows == Common::block_rows,
-                    "tessera: prefill kernels differ in threads, by which the host knows them, and share the merge");
-      if (entry.max_threads() == Hopper::threads) threads = Hopper::threads, shared_bytes = Hopper::shared_bytes;
+      static_assert(Hopper::threads != Common::threads,
+                    "tessera: prefill kernels differ in threads, by which the host knows them");
+      on_hopper = entry.max_threads() == Hopper::threads;
     }
-    entry.require_shared(std::size_t(shared_bytes), device, "prefill attention",
+    size = on_hopper ? size_on_hopper() : prefill_size::within<Common, Small>(entry.shared_limit(device));
+    if (small_entry && !on_hopper && size.shared_bytes != Common::shared_bytes) entry = small_entry;
+    require(entry.max_threads() >= size.threads, "threads of a block of prefill attention", entry.max_threads(),
+            std::to_string(size.threads), "compile for this device's compute capability");
+    entry.require_shared(std::size_t(size.shared_bytes), device, "prefill attention",
                          "use a device with more of it, such as an H100 or H200");
-    resident = entry.resident_blocks(threads, std::size_t(shared_bytes), device);
+    resident = entry.resident_blocks(size.threads, std::size_t(size.shared_bytes), device);
   }
 
-  bool on_hopper() const { return threads != Common::threads; }
-  std::size_t workspace_bytes() const { return std::size_t(resident) * Common::block_rows * (Common::Dv + 2) * 4; }
+  std::size_t workspace_bytes() const { return std::size_t(resident) * part_rows() * (Common::Dv + 2) * 4; }
   /// How `blocks` query blocks are cut: into parts if there are too few of them and there is a workspace. Blocks that
   /// process several items count the items already taken there.
   prefill_parts cut(index_t blocks, void* workspace, cudaStream_t stream) const {
     constexpr index_t max_splits = 32;  // enough to fill a large device from eight blocks
     prefill_parts parts;
-    parts.items = blocks;
+    parts.items = blocks, parts.block_rows = size.block_rows;
     if (!workspace) return parts;
     parts.splits = std::clamp(resident / blocks, 1, max_splits);
     parts.items *= parts.splits;
     parts.out = static_cast<float*>(workspace);
-    parts.state = reinterpret_cast<float2*>(parts.out + std::size_t(resident) * Common::block_rows * Common::Dv);
-    if (on_hopper() && parts.items > resident) {
+    parts.state = reinterpret_cast<float2*>(parts.out + std::size_t(resident) * part_rows() * Common::Dv);
+    if (on_hopper && parts.items > resident) {
       parts.taken = static_cast<index_t*>(workspace);  // items are not split
       check(cudaMemsetAsync(parts.taken, 0, sizeof(index_t), stream), "cudaMemsetAsync");
     }
@@ -109,11 +139,21 @@ struct prefill_launch {
   }
   template <class... Args>
   void run(const prefill_parts& parts, cudaStream_t stream, const char* call, const Args&... args) const {
-    const index_t grid = on_hopper() ? (std::min)(parts.items, resident) : parts.items;
-    entry.launch(
-        {.blocks = dim3(unsigned(grid)), .threads = dim3(unsigned(threads)), .shared_bytes = std::size_t(shared_bytes)},
-        stream, call, args...);
+    const index_t grid = on_hopper ? (std::min)(parts.items, resident) : parts.items;
+    entry.launch({.blocks = dim3(unsigned(grid)),
+                  .threads = dim3(unsigned(size.threads)),
+                  .shared_bytes = std::size_t(size.shared_bytes)},
+                 stream, call, args...);
   }
+
+ private:
+  static constexpr prefill_size size_on_hopper() {
+    if constexpr (std::is_void_v<Hopper>)
+      return prefill_size::taken_by<Common>();
+    else
+      return prefill_size::taken_by<Hopper>();
+  }
+  std::size_t part_rows() const { return std::size_t(size.block_rows); }
 };
 
 template <class View, class Out>
@@ -122,6 +162,14 @@ __global__ void __launch_bounds__((prefill_kernel_of<View, Out>::threads), (pref
                   const __grid_constant__ row_maps maps) {
   using kernel = prefill_kernel_of<View, Out>;
   kernel::template run<dense_tiles<kernel>>(problem, parts, maps, {});
+}
+
+template <class View, class Out>
+__global__ void __launch_bounds__((small_prefill_threads<small_prefill_kernel_of<View, Out>>))
+    small_prefill_entry(const __grid_constant__ prefill_problem<View, Out> problem, prefill_parts parts,
+                        const __grid_constant__ row_maps maps) {
+  using kernel = small_prefill_kernel_of<View, Out>;
+  if constexpr (!compiled_for_hopper) kernel::template run<dense_tiles<kernel>>(problem, parts, maps, {});
 }
 
 /// Merges parts: one warp per query row of every head; a head has `blocks` query blocks.
@@ -133,11 +181,10 @@ __global__ void __launch_bounds__(128)
   if (item >= query_rows * p.view.sequences * p.view.kv_heads) return;
   const index_t heads = p.view.sequences * p.view.kv_heads, group = p.q.heads / p.view.kv_heads;
   const index_t head_row = item / query_rows, row = item % query_rows, head = head_row % p.view.kv_heads;
-  constexpr index_t block_rows = prefill_kernel<View, Out>::block_rows;
   // In the order of dense_tiles: the last query rows of all heads first.
-  prefill_kernel<View, Out>::merge(p, parts, (blocks - 1 - row / block_rows) * heads + head_row, row % block_rows,
-                                   head_row / p.view.kv_heads, row / group, head * group + row % group,
-                                   int(threadIdx.x % 32));
+  prefill_kernel<View, Out>::merge(p, parts, (blocks - 1 - row / parts.block_rows) * heads + head_row,
+                                   row % parts.block_rows, head_row / p.view.kv_heads, row / group,
+                                   head * group + row % group, int(threadIdx.x % 32));
 }
 
 }  // namespace detail
@@ -151,9 +198,9 @@ __global__ void __launch_bounds__(128)
 ///          -infinity, unless it has a sink logit.
 /// Errors   shapes, alignment and null pointers are checked before the launch.
 /// Cost     2 (k_dim + v_dim) flops for each query row and each stored token of the tiles of 64 that its block sees. K
-///          and V are read once per 128 query rows (tokens times group). The host needs no length. If a chunk has too
-///          few rows to fill the device and there is a workspace, it is split along its tokens and merged by a second
-///          launch.
+///          and V are read once per 128 query rows (tokens times group); beyond head dim 128, on devices with less than
+///          a block's usual shared memory, once per 64. The host needs no length. If a chunk has too few rows to fill
+///          the device and there is a workspace, it is split along its tokens and merged by a second launch.
 /// Same input, same bits. Without splits a row's bits do not depend on how the prompt is cut into chunks either.
 /// Paper    FlashAttention-2, arXiv:2307.08691. Differs: query heads of a group share a block; outputs are rescaled
 ///          only when the maximum has grown by more than 8 in base 2.
@@ -170,7 +217,7 @@ class prefill_attention {
       : sequences_(sequences),
         kv_heads_(kv_heads),
         q_heads_(q_heads),
-        launch_(detail::prefill_entry<View, Out>, device) {
+        launch_(detail::prefill_entry<View, Out>, small_entry(), device) {
     require(sequences > 0 && kv_heads > 0, "sequences * kv_heads", offset_t(sequences) * kv_heads, "at least 1",
             "pass the batch's and the model's counts");
     require_head_counts(q_heads, kv_heads);
@@ -182,13 +229,13 @@ class prefill_attention {
   /// items in a fixed order instead of taking them as they become free. A chunk without tokens launches nothing.
   void run(const prefill_problem<View, Out>& problem, void* workspace, cudaStream_t stream) const {
     const index_t blocks =
-        detail::check_prefill(problem, sequences_, kv_heads_, q_heads_, q_heads_ / kv_heads_, kernel::block_rows);
+        detail::check_prefill(problem, sequences_, kv_heads_, q_heads_, q_heads_ / kv_heads_, launch_.size.block_rows);
     if (blocks == 0) return;
     require_aligned("workspace", workspace, 16);
     watch_order(problem.view, stream);
     const detail::prefill_parts parts = launch_.cut(blocks, workspace, stream);
     row_maps maps;
-    if (launch_.on_hopper()) maps = map_rows_of(problem.view, hopper_tile);
+    if (launch_.on_hopper) maps = map_rows_of(problem.view, hopper_tile);
     launch_.run(parts, stream, "launch of prefill attention", problem, parts, maps);
     if (parts.splits == 1) return;
     const index_t heads = sequences_ * kv_heads_, rows = problem.q.tokens * (q_heads_ / kv_heads_) * heads;
@@ -211,10 +258,19 @@ class prefill_attention {
  private:
   static constexpr index_t hopper_tile = 128;  // in one box where rows lie side by side
 
+  using small_kernel = detail::small_prefill_kernel_of<View, Out>;
   using hopper =
       std::conditional_t<detail::fits_hopper_prefill<View>, detail::prefill_kernel_of<View, Out, true>, void>;
+  using launch_type =
+      detail::prefill_launch<kernel, small_kernel, hopper, prefill_problem<View, Out>, detail::prefill_parts, row_maps>;
+  static constexpr auto small_entry() -> decltype(&detail::prefill_entry<View, Out>) {
+    if constexpr (std::is_same_v<small_kernel, kernel>)
+      return nullptr;
+    else
+      return detail::small_prefill_entry<View, Out>;
+  }
   index_t sequences_, kv_heads_, q_heads_;
-  detail::prefill_launch<kernel, hopper, prefill_problem<View, Out>, detail::prefill_parts, row_maps> launch_;
+  launch_type launch_;
 };
 
 }  // namespace cuda

@@ -1,6 +1,7 @@
 // Scoring, second pass: sums the weights of all query rows for each token, by the warp that holds the token's key.
 #pragma once
 
+#include <algorithm>
 #include <climits>
 
 #include "../../../../concepts/scorer.hpp"
@@ -149,6 +150,17 @@ struct sum_kernel {
   static std::size_t shared_bytes(const sum_shape& shape, index_t rows) {
     return std::size_t(shape.chunks) * chunk_bytes + std::size_t(shape.stages) * warps * key_bytes +
            std::size_t(rows) * 4;
+  }
+
+  /// With the chunks and stages of a launch over `rows` (sequence, kv_head) in `limit` bytes, where some fit.
+  static sum_shape fitted(sum_shape shape, index_t rows, std::size_t limit) {
+    const auto fits = [&] { return shared_bytes(shape, rows) <= limit; };
+    const index_t chunks = ceil_div(shape.query_rows, index_t(chunk_rows));
+    shape.chunks = int(chunks * chunk_rows <= 256 ? chunks : 2);
+    shape.stages = shape.query_rows <= 64 ? 2 : 1;  // few rows: limited by memory
+    if (!fits()) shape.stages = 1;
+    if (!fits()) shape.chunks = (std::min)(shape.chunks, 2);
+    return shape;
   }
 
   struct chunk_view {

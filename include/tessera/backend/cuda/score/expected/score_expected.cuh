@@ -24,6 +24,19 @@ __global__ void __launch_bounds__((expected_kernel_of<View, Scorer>::threads),
   expected_kernel_of<View, Scorer>::run(problem, scorer);
 }
 
+/// The kernel whose blocks every device has shared memory for; the usual one where that is so of it.
+template <class View, class Scorer, class Usual = expected_kernel<View, Scorer>>
+using small_expected_kernel_of =
+    std::conditional_t<(Usual::shared_bytes + sizeof(typename Usual::static_memory) <= least_shared_memory), Usual,
+                       expected_kernel<View, Scorer, true>>;
+
+/// Code for Hopper alone has none of it: there the usual kernel fits.
+template <class View, class Scorer>
+__global__ void __launch_bounds__(compiled_for_hopper ? 32 : expected_kernel<View, Scorer>::threads)
+    small_expected_entry(const __grid_constant__ expected_problem<View> problem, Scorer scorer) {
+  if constexpr (!compiled_for_hopper) small_expected_kernel_of<View, Scorer>::run(problem, scorer);
+}
+
 inline constexpr int expected_groups = 64;  // query heads of a kv_head
 
 /// blockIdx: x a share of the slots, y a (sequence, kv_head). Averages the softmaxes over the slots of the group's
@@ -85,11 +98,21 @@ class score_expected {
     require(offset_t(sequences) * q_heads <= 65535, "sequences * q_heads", offset_t(sequences) * q_heads,
             "at most 65535", "split the batch");
     const auto take = [&]<class Kernel>(const Kernel*) {
-      if (entry_.max_threads() != Kernel::threads) return;
+      if (entry_.max_threads() != Kernel::threads) return false;
       rounds_ = ceil_div(q_heads / kv_heads, Kernel::heads), threads_ = Kernel::threads, tile_ = Kernel::tile;
       shared_bytes_ = Kernel::shared_bytes;
+      return true;
     };
-    take(static_cast<const detail::expected_kernel_of<View, Scorer, false>*>(nullptr));
+    const bool usual = take(static_cast<const detail::expected_kernel_of<View, Scorer, false>*>(nullptr));
+    using small_kernel = detail::small_expected_kernel_of<View, Scorer>;
+    if constexpr (!std::is_same_v<small_kernel, detail::expected_kernel<View, Scorer>>) {
+      if (usual && shared_bytes_ > entry_.shared_limit(device)) {
+        entry_ = {detail::small_expected_entry<View, Scorer>};
+        require(take(static_cast<const small_kernel*>(nullptr)), "threads of a block of Expected Attention",
+                entry_.max_threads(), std::to_string(small_kernel::threads),
+                "compile for this device's compute capability");
+      }
+    }
     if constexpr (fits_wide_products<D>)
       take(static_cast<const detail::expected_kernel_of<View, Scorer, true>*>(nullptr));
     entry_.require_shared(shared_bytes_, device, "Expected Attention", "use a device with more of it");

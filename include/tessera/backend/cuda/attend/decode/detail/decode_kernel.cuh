@@ -439,6 +439,9 @@ __global__ void __launch_bounds__(decode_kernel<View, Out>::threads, decode_kern
   __shared__ block_scan<kernel::threads, index_t> scan;
   __shared__ int flag;
   __shared__ typename kernel::merge_shares shares;
+  static_assert(
+      sizeof(ends) + sizeof(scan) + sizeof(flag) + sizeof(shares) <= decode_static_bytes(kernel::config::tuning),
+      "tessera: a block's static memory is counted with what a launch asks for");
   kernel block(problem, scratch, memory, ends);
   typename kernel::segment first{};
   block.touch_parameters(scan.warp_total);

@@ -6,6 +6,7 @@
 
 #include "../../../../../core/views.hpp"
 #include "../../../device/copy.cuh"
+#include "../../../device/tuning.cuh"
 #include "../../../device/whole_numbers.cuh"
 #include "../../attention_problems.cuh"
 
@@ -111,8 +112,8 @@ template <class View>
 TESSERA_HD constexpr decode_tuning decode_tuning_for(int compute_capability) {
   // Bytes that rings may take on one multiprocessor. The rest holds 4 KiB of row ends, as much of a merge's shares, and
   // what the system reserves.
-  const bool small_chip = compute_capability == 86 || compute_capability == 89 || compute_capability >= 120;
-  const int shared = (small_chip ? 89 : compute_capability < 89 ? 152 : 212) * 1024;
+  const int limit = shared_memory_of(compute_capability) / 1024;
+  const int shared = (limit - (limit > 163 ? 15 : limit > 99 ? 11 : 10)) * 1024;
   decode_tuning tuning;
   tuning.tokens = detail::decode_format<View>::row_bytes <= 256 ? 32 : 16;
   tuning.blocks = detail::decode_format<View>::groups ? 2 : 1;
@@ -139,6 +140,12 @@ struct decode_config {
 // Which tokens a block of the decode kernel reads: the tiles of all rows, laid end to end and cut into even pieces.
 
 inline constexpr int max_rows = 1024;  // (sequence, kv_head) rows whose tile counts fit the block's scan
+
+/// What the kernel has at most of static shared memory: ends of rows, a merge's shares, a scan and a flag.
+TESSERA_HD constexpr std::size_t decode_static_bytes(const decode_tuning& tuning) {
+  return max_rows * sizeof(index_t) + std::size_t(tuning.warps) * (32 * 16 + 8 + 4) + 16;
+}
+
 inline constexpr int max_blocks = max_pieces;
 
 /// The part that a block reads under a split made ahead.

@@ -1,6 +1,7 @@
-// The prefill attention kernel for any device: 16x8x16 products of whole warps, two blocks to a multiprocessor.
+// The prefill attention kernel for any device: 16x8x16 products of whole warps.
 #pragma once
 
+#include "../../../device/tuning.cuh"
 #include "dense_tiles.cuh"
 #include "tensor_map.cuh"
 
@@ -8,28 +9,33 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Rows of K, V and Q lie in shared memory, padded to an odd number of 16-byte chunks, so that matrix loads have no
-/// bank conflicts. A loaded fragment of K or V serves two row tiles: with one, shared memory is the limit. Beyond v_dim
-/// 128, two row tiles do not fit the registers.
+/// How rows lie in shared memory: padded to an odd number of 16-byte chunks, so that matrix loads have no bank
+/// conflicts.
+template <class View>
+struct prefill_memory {
+  static constexpr int k_row = ((View::k_dim / 8) | 1) * 16, v_row = ((View::v_dim / 8) | 1) * 16;
+  /// Of a block's query rows and two tiles of `tile` tokens.
+  static constexpr int bytes(int rows, int tile) { return rows * k_row + 2 * tile * (k_row + v_row); }
+};
+
+/// A loaded fragment of K or V serves two row tiles: with one, shared memory is the limit. Beyond v_dim 128, two row
+/// tiles do not fit the registers.
 /// Slower (TFLOP/s, 16K causal, d 128, bf16, group 4, H200, CUDA 13.0; this gives 340): one block of eight warps
 /// instead of two of four 301; queries in registers with tiles of 32 tokens 294.
-template <class View, class Out>
-inline constexpr int prefill_warps = View::k_dim <= 128 && View::v_dim <= 128 ? 4 : 8;
-template <class View, class Out>
-using prefill_rows_of = prefill_rows<View, Out, prefill_warps<View, Out>, (View::v_dim <= 128 ? 2 : 1), 64>;
-
-template <class View, class Out>
-struct prefill_kernel : prefill_rows_of<View, Out> {
-  using base = prefill_rows_of<View, Out>;
+template <class View, class Out, int Warps = (View::k_dim <= 128 && View::v_dim <= 128 ? 4 : 8),
+          int RowTiles = (View::v_dim <= 128 ? 2 : 1), int Tile = 64>
+struct prefill_kernel : prefill_rows<View, Out, Warps, RowTiles, Tile> {
+  using base = prefill_rows<View, Out, Warps, RowTiles, Tile>;
   using base::block_rows, base::D, base::Dv, base::row_tiles, base::tile, base::warp_rows, base::warps;
   using typename base::logits, typename base::item_rows, typename base::problem_type, typename base::running;
   using typename base::T, typename base::weights;
   static constexpr int resident = warps == 4 ? 2 : 1;  // blocks per multiprocessor
   using listing = whole_block;
   static constexpr int listers = base::threads;
-  static constexpr int k_row = ((D / 8) | 1) * 16, v_row = ((Dv / 8) | 1) * 16;
+  static constexpr int k_row = prefill_memory<View>::k_row, v_row = prefill_memory<View>::v_row;
   static constexpr int stage_bytes = tile * (k_row + v_row), q_bytes = block_rows * k_row;
-  static constexpr int shared_bytes = q_bytes + 2 * stage_bytes;
+  static constexpr int shared_bytes = prefill_memory<View>::bytes(block_rows, tile);
+  static_assert(shared_bytes == q_bytes + 2 * stage_bytes, "tessera: a block has its query rows and two tiles");
 
   template <class Tiles>
   __device__ static void stage(const problem_type& p, const Tiles& tiles, index_t t, std::uint32_t to, int warp,
@@ -147,6 +153,21 @@ struct prefill_kernel : prefill_rows_of<View, Out> {
     if (!idle) base::finish(p, parts, at, warp_row, lane, state);
   }
 };
+
+inline constexpr int small_prefill_tile = 32;
+/// Warps of the largest block that every device has shared memory for, and for `more` bytes beside it. Each warp has
+/// one row tile, so that there are more warps where one block fills a multiprocessor. It has not been timed on such a
+/// device.
+template <class View>
+constexpr int small_prefill_warps(int more) {
+  int warps = 8;
+  while (warps > 2 && prefill_memory<View>::bytes(warps * 16, small_prefill_tile) + more > least_shared_memory) {
+    warps /= 2;
+  }
+  return warps;
+}
+template <class View, class Out, int Warps>
+using small_prefill_kernel = prefill_kernel<View, Out, Warps, 1, small_prefill_tile>;
 
 }  // namespace detail
 }  // namespace cuda

@@ -18,6 +18,7 @@ namespace detail {
 /// part) * query rows of a block + row.
 struct prefill_parts {
   index_t splits = 1, items = 0;
+  index_t block_rows = 0;    // query rows of a block
   float* out = nullptr;      // [.., v_dim]
   float2* state = nullptr;   // reference (base 2) and sum
   index_t* taken = nullptr;  // items taken in all, beyond the first of each block; 0 at first; null: fixed order
@@ -343,8 +344,8 @@ struct prefill_rows {
   /// Merges the parts of row `row` of work item `item`, in order. A warp calls it.
   __device__ static void merge(const problem_type& p, const prefill_parts& parts, index_t item, index_t row,
                                index_t sequence, index_t token, index_t q_head, int lane) {
-    const offset_t slot = offset_t(item) * parts.splits * block_rows + row;
-    const auto state_of = [&](index_t part) { return parts.state[slot + offset_t(part) * block_rows]; };
+    const offset_t slot = offset_t(item) * parts.splits * parts.block_rows + row;
+    const auto state_of = [&](index_t part) { return parts.state[slot + offset_t(part) * parts.block_rows]; };
     float top = -infinity;
     for (index_t part = lane; part < parts.splits; part += 32) top = fmaxf(top, state_of(part).x);
     top = lanes_max<32>(top);
@@ -356,7 +357,7 @@ struct prefill_rows {
       if (state.y == 0) continue;
       const float weight = power_of_two(state.x - softmax_reference(top));
       sum += state.y * weight;
-      const float* from = parts.out + (slot + offset_t(part) * block_rows) * Dv;
+      const float* from = parts.out + (slot + offset_t(part) * parts.block_rows) * Dv;
 #pragma unroll
       for (int i = 0; i < pairs; ++i) {
         if (i * 32 + lane >= Dv / 2) continue;

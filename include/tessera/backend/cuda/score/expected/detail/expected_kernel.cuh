@@ -11,17 +11,24 @@ namespace detail {
 
 /// A block takes a share of a head's keys for one query head, whose covariance stays in shared memory. A warp's keys
 /// and the products stay in registers: a key's elements and the products that they are multiplied with lie on the same
-/// lane.
-template <class View, class Scorer>
+/// lane. `Small`: fewer keys or columns at a time, for any device.
+template <class View, class Scorer, bool Small = false>
 struct expected_kernel {
   using T = typename View::element_type;
   static constexpr int D = View::k_dim, warps = 4, threads = warps * 32, resident = 2, heads = 1;  // of one block
-  static constexpr int key_tiles = D <= 128 ? 2 : 1, warp_tokens = key_tiles * 16, tile = warps * warp_tokens;
-  static constexpr int panel = D <= 128 ? D : 64, panels = (D + panel - 1) / panel;  // columns that shared memory holds
+  static constexpr int key_tiles = D <= 128 && !Small ? 2 : 1, warp_tokens = key_tiles * 16, tile = warps * warp_tokens;
+  static constexpr int panel = D <= 128 ? D
+                               : Small  ? 32
+                                        : 64,
+                       panels = (D + panel - 1) / panel;  // columns that shared memory holds
   static constexpr int row_bytes = score_rows_staged<D>().bytes();
   static constexpr int panel_bytes = panel * row_bytes, key_bytes = warp_tokens * row_bytes;
   static constexpr std::size_t shared_bytes = std::size_t(2 * panel_bytes + warps * key_bytes);
   static_assert(D % 16 == 0, "tessera: products take head dims in steps of 16");
+  struct static_memory {
+    float mean[D];
+    exp_sum parts[threads];
+  };
 
   __device__ static void load_panel(const expected_problem<View>& p, index_t row, int first, std::uint32_t to) {
     constexpr int chunks = D / 8;
@@ -36,8 +43,9 @@ struct expected_kernel {
 
   __device__ static void run(const expected_problem<View>& p, const Scorer& scorer) {
     extern __shared__ __align__(128) unsigned char memory[];
-    __shared__ float mean[D];
-    __shared__ exp_sum parts[threads];
+    __shared__ static_memory held;
+    float(&mean)[D] = held.mean;
+    exp_sum(&parts)[threads] = held.parts;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, matrix = lane / 8, in_matrix = lane % 8;
     const index_t q_heads = p.view.kv_heads * p.group,
                   row = index_t(blockIdx.y);  // of the query heads of all sequences

@@ -143,6 +143,20 @@ __device__ inline void average_blocks(float* turned, int stride, int rows, int b
   }
 }
 
+/// Floats from one turned vector to the next: an odd number, so that a thread a vector reads its channels without a
+/// bank conflict.
+constexpr int encoding_stride(index_t channels) { return int(ceil_div(channels, index_t(8)) * 8) | 1; }
+constexpr std::size_t encoding_bytes(int stride, index_t vectors) {
+  return std::size_t(stride) * std::size_t(vectors) * sizeof(float);
+}
+/// How many vectors, rows and means, a thread block holds in `limit` bytes: one a thread, or as many whole warps as
+/// fit.
+constexpr index_t encoded_together(int stride, std::size_t limit) {
+  index_t vectors = encoding_threads;
+  while (vectors > 32 && encoding_bytes(stride, vectors) > limit) vectors -= 32;
+  return vectors;
+}
+
 /// What a block makes of its rows: packed rows of keys and their means, of values, or of few rows, where blocks are to
 /// spare, each apart.
 enum class encoded_part { keys_and_means, values, keys, means };
@@ -274,22 +288,22 @@ class encode_rows {
   /// `block`: of the segments, or where theirs differ a multiple of each; 0: no means. `channels`: the most that a
   /// vector has in them. `least_block`: of any segment; 0: `block`.
   explicit encode_rows(index_t block, index_t channels = (std::max)(View::k_dim, View::v_dim), index_t least_block = 0)
-      : means_(block > 0),
-        stride_(int(ceil_div(channels, 8) * 8) | 1) {  // odd: a thread a row reads its channels without a conflict
+      : means_(block > 0), stride_(detail::encoding_stride(channels)) {
     require(block >= 0 && block <= detail::largest_encoded_block, "block", block,
             "at most " + std::to_string(detail::largest_encoded_block), "take shorter blocks");
+    const device_info device = device_info::current();
+    entry_ = {detail::encode_rows_entry<View>};
+    vectors_ = detail::encoded_together(stride_, entry_.shared_limit(device));
+    entry_.require_shared(shared_bytes(), device, "packing rows", "use a device with more of it");
     // A block's rows lie in one thread block, and each of its threads has a row or a mean.
     const index_t least = least_block > 0 ? least_block : block;
-    chunk_rows_ = block > 0 ? detail::encoding_threads / (least + 1) * least / block * block : detail::encoding_threads;
-    require(chunk_rows_ > 0, "block", block, "one that a thread block holds with its means", "take shorter blocks");
+    chunk_rows_ = block > 0 ? vectors_ / (least + 1) * least / block * block : vectors_;
+    require(chunk_rows_ > 0, "block", block,
+            "one that a thread block holds with its means, in all " + std::to_string(vectors_) + " vectors",
+            "take shorter blocks");
     short_rows_ = block > 0 ? (std::min)(ceil_div(index_t(8), block) * block, chunk_rows_) : 8;
-    resident_ = 2 * device_info::current().multiprocessors;
-    entry_ = detail::encode_rows_entry<View>;
-    overlaps_ = can_overlap(entry_);
-    check(cudaFuncSetAttribute(
-              entry_, cudaFuncAttributeMaxDynamicSharedMemorySize,
-              int(detail::encoding_threads * ((std::max)(View::k_dim, View::v_dim) + 1) * sizeof(float))),
-          "cudaFuncSetAttribute");
+    resident_ = 2 * device.multiprocessors;
+    overlaps_ = entry_.overlaps();
   }
 
   void run(const encode_problem<View>& problem, cudaStream_t stream) const { run(&problem, 1, stream); }
@@ -316,25 +330,24 @@ class encode_rows {
     const offset_t short_chunks = offset_t(ceil_div(rows, short_rows_)) * lanes * some;
     const bool few = short_chunks * 2 <= resident_, apart = means_ && short_chunks * 3 <= resident_;
     const index_t chunk_rows = few ? short_rows_ : chunk_rows_, parts = apart ? 3 : 2;
-    launch(entry_,
-           {.blocks = dim3(unsigned(ceil_div(rows, chunk_rows)), unsigned(lanes), unsigned(parts * some)),
-            .threads = dim3(detail::encoding_threads),
-            .shared_bytes = shared_bytes(),
-            .overlapping = overlaps_},
-           stream, "launch of encode_rows", list, parts, chunk_rows, stride_);
+    entry_.launch({.blocks = dim3(unsigned(ceil_div(rows, chunk_rows)), unsigned(lanes), unsigned(parts * some)),
+                   .threads = dim3(detail::encoding_threads),
+                   .shared_bytes = shared_bytes(),
+                   .overlapping = overlaps_},
+                  stream, "launch of encode_rows", list, parts, chunk_rows, stride_);
     launch(detail::count_encoded_entry<View>,
            {.blocks = dim3(unsigned(ceil_div(lanes, 128)), unsigned(some)),
             .threads = dim3(128),
             .overlapping = overlaps_},
            stream, "launch of count_encoded", list);
   }
-  std::size_t shared_bytes() const { return std::size_t(stride_) * detail::encoding_threads * sizeof(float); }
+  std::size_t shared_bytes() const { return detail::encoding_bytes(stride_, vectors_); }
   bool means_;
+  int stride_;           // floats from one turned row to the next
+  index_t vectors_ = 0;  // rows and means that a thread block holds
   index_t chunk_rows_, short_rows_, resident_;
-  int stride_;  // floats from one turned row to the next
   bool overlaps_ = false;
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*entry_)(problem_list<encode_problem<View>>, index_t, index_t, int) = nullptr;
+  device_kernel<problem_list<encode_problem<View>>, index_t, index_t, int> entry_;
 };
 
 }  // namespace cuda

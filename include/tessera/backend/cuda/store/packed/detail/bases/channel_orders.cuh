@@ -239,9 +239,9 @@ class channel_orders {
   /// `limit`: segments at once, at most 4.
   channel_orders(const detail::candidate_channels& of, index_t kv_heads, index_t limit)
       : candidates_(of), heads_(kv_heads), max_channels_((std::max)(of.k_left, of.v_left)) {
-    entry_ = detail::order_channels_entry<largest>;
-    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(memory))),
-          "cudaFuncSetAttribute");
+    entry_ = {detail::order_channels_entry<largest>};
+    entry_.require_shared(sizeof(memory), device_info::current(), "the search for strategies",
+                          "do without strategy=searched, or use a device with more of it");
     sample_.heads = int(kv_heads), sample_.stride = ceil_div(max_channels_, 8) * 8;
     const std::size_t lanes = std::size_t(limit) * 2 * std::size_t(kv_heads), most = std::size_t(max_channels_);
     rows_ = device_buffer<float>::not_cleared(lanes * detail::sample_rows * std::size_t(sample_.stride));
@@ -264,11 +264,11 @@ class channel_orders {
   }
   /// Finds the orders of `count` segments that have been sampled.
   void find(index_t count, cudaStream_t stream) {
-    launch(entry_,
-           {.blocks = dim3(unsigned(count * 2 * heads_), unsigned(candidates_.shares)),
-            .threads = dim3(detail::ordering_threads),
-            .shared_bytes = sizeof(memory)},
-           stream, "launch of order_channels", sample(), candidates_, max_channels_, counts_.data(), orders_.data());
+    entry_.launch({.blocks = dim3(unsigned(count * 2 * heads_), unsigned(candidates_.shares)),
+                   .threads = dim3(detail::ordering_threads),
+                   .shared_bytes = sizeof(memory)},
+                  stream, "launch of order_channels", sample(), candidates_, max_channels_, counts_.data(),
+                  orders_.data());
   }
   /// Puts the bases of the i-th segment, keys' or values', in order for a share and a group of 2 or 4.
   void apply(index_t i, bool keys, index_t share, index_t group, float* bases, cudaStream_t stream) const {
@@ -298,8 +298,7 @@ class channel_orders {
   index_t heads_ = 0;
   int max_channels_ = 0;
   detail::row_sample sample_;
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*entry_)(detail::row_sample, detail::candidate_channels, int, std::uint16_t*, std::uint16_t*) = nullptr;
+  device_kernel<detail::row_sample, detail::candidate_channels, int, std::uint16_t*, std::uint16_t*> entry_;
   device_buffer<float> rows_, energies_, unordered_;
   device_buffer<std::uint16_t> counts_, orders_;
 };

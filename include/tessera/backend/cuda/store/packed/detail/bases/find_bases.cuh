@@ -323,11 +323,8 @@ class basis_finder {
   basis_finder(int dim, const device_info& device) : dim_(dim) {
     require(dim % 2 == 0 && dim >= 2 && dim <= largest_head_dim, "dim of the bases", dim, "an even number up to 256",
             "take a supported head dim");
-    in_shared_ =
-        fixed_bytes() + 2 * std::size_t(dim) * (std::size_t(dim) + 1) * 4 + 1024 <= std::size_t(device.shared_memory);
-    entry_ = detail::find_bases_entry<Threads>;
-    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory - 1024),
-          "cudaFuncSetAttribute");
+    entry_ = {detail::find_bases_entry<Threads>};
+    in_shared_ = entry_.allow_shared(fixed_bytes() + 2 * matrix_bytes(), device);
   }
 
   std::size_t workspace_bytes(index_t count) const {
@@ -341,23 +338,21 @@ class basis_finder {
     if (targets.step == 0) targets.run = count;
     require(channels >= 1 && channels <= dim_, "channels", channels, "1 to " + std::to_string(dim_),
             "pass how many of the channels stay");
-    const std::size_t matrix = std::size_t(dim_) * (std::size_t(dim_) + 1) * 4;
-    launch(entry_,
-           {.blocks = dim3(unsigned(count)),
-            .threads = dim3(Threads),
-            .shared_bytes = fixed_bytes() + (in_shared_ ? 2 * matrix : 0)},
-           stream, "launch of find_bases", matrices, step, dim_, int(channels), bases, targets,
-           in_shared_ ? nullptr : static_cast<float*>(workspace), not_finite);
+    entry_.launch({.blocks = dim3(unsigned(count)),
+                   .threads = dim3(Threads),
+                   .shared_bytes = fixed_bytes() + (in_shared_ ? 2 * matrix_bytes() : 0)},
+                  stream, "launch of find_bases", matrices, step, dim_, int(channels), bases, targets,
+                  in_shared_ ? nullptr : static_cast<float*>(workspace), not_finite);
   }
 
  private:
   std::size_t fixed_bytes() const {
     return std::size_t(dim_ / 2) * sizeof(detail::jacobi_turn) + (std::size_t(dim_) + 1) * 4;
   }
+  std::size_t matrix_bytes() const { return std::size_t(dim_) * (std::size_t(dim_) + 1) * sizeof(float); }
   int dim_;
-  bool in_shared_;
-  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*entry_)(const float*, offset_t, int, int, float*, basis_targets, float*, index_t*) = nullptr;
+  bool in_shared_ = false;
+  device_kernel<const float*, offset_t, int, int, float*, basis_targets, float*, index_t*> entry_;
 };
 /// A template, so that a source that finds no bases compiles no kernel.
 using find_bases = basis_finder<detail::jacobi_threads>;
