@@ -49,9 +49,18 @@ class Kind:
         sliding = [self.index(layer) for layer in self.sliding]
         request = cache._request
         self._made_of = [len(self.layers), q_heads, k.shape[1], sliding, self.window, self.scale, self.softcap, request.budget,
-                         request.settings, q.shape[0], request.longest, self.sinks, q.device, speeds, request.profile,
+                         self._settings(request.settings, cache._stored), q.shape[0], request.longest, self.sinks, q.device,
+                         speeds, request.profile,
                          request.step_tokens, request.budgets, request.shares]
         self._create(cache, request.first, request.answer)
+
+    def _settings(self, given, stored):
+        """The method's parameters. `dense_layers` counts the model's first layers: of these the kind has some, its own first ones."""
+        words = list(given)
+        for place in range(0, len(words), 2):
+            if words[place] == "dense_layers" and words[place + 1].isdigit():
+                words[place + 1] = str(len({*self.layers} & {*stored[:int(words[place + 1])]}))
+        return words
 
     def path(self, cache):
         """The method's library for rows of this shape."""
