@@ -13,7 +13,7 @@ import transformers
 from . import build, drafts, generation, opening, rereading
 from .attention import NAME
 from .facts import layer_plan, model_facts
-from .kinds import rotation
+from .kinds import devices as layer_places, rotation
 from .layers import handed, layer_for, refuse, restored, saved_states
 from .rows import Rows, changed_budget, checked_budget
 
@@ -33,11 +33,12 @@ class TesseraCache(transformers.Cache):
                  with an assistant or prompt lookup makes the first call, else 0
     profile:     what was found once for the heads of this model, for a method that goes by it: the file of `tessera calibrate`
                  or `tessera heads`, or its numbers, [layers][kv_heads]
+    devices:     layer_devices(model), where the model's layers are on several; each then has a store of its own. None: all are on one
     parameters:  the method's own, by the names that tessera_torch.parameters(method) shows
     """
 
     def __init__(self, config, method="full", budget=None, max_length=None, profile=None, draft_tokens=None, rows="given", rotate="none",
-                 **parameters):
+                 devices=None, **parameters):
         text = config.get_text_config(decoder=True)
         if text._attn_implementation != NAME:
             raise ValueError(f"attention of the model is '{text._attn_implementation}'; expected '{NAME}'; load the model "
@@ -48,6 +49,7 @@ class TesseraCache(transformers.Cache):
         self._text_config, self._sees_text_alone = text, text is config
         self.plan = layer_plan.layers_of(text)
         self.layer_count = len(self.plan)
+        self._devices = layer_places.checked(devices, self.layer_count)
         self._stored = [number for number, layer in enumerate(self.plan) if layer.stores]  # layers that keep keys and values
         super().__init__(layers=self._layers())
         self.max_length = max_length
@@ -156,8 +158,7 @@ class TesseraCache(transformers.Cache):
             raise ValueError(f"layer is {layer}; expected {self._stored[self._next_layer or 0]}; run every layer, in order, in every call")
         if self._rehearsal is not None and not self._rehearsal.runs:
             return self._rehearsal.reply(layer, q)
-        self._check_window(layer, sliding_window)
-        kind = self._kinds.of_layer(layer)
+        kind = self._checked_kind(layer, sliding_window, q, k, v)
         if kind.handle is None:
             kind.open(self, q, k, v, scaling, softcap, sinks)
         if self.tokens == 0:
@@ -188,8 +189,7 @@ class TesseraCache(transformers.Cache):
     def attend_again(self, layer, q, scaling, softcap, sliding_window):
         """Attention of another layer's queries over the keys and values of `layer`, which has had the call's. A model may ask for the
         call's last tokens alone."""
-        self._check_window(layer, sliding_window)
-        kind = self._kinds.of_layer(layer)
+        kind = self._checked_kind(layer, sliding_window, q)
         q = kind.queries(q, scaling, softcap)
         return kind.prompt_again(layer, q, self._rows) if self._in_prompt else kind.step_again(layer, q)
 
@@ -200,10 +200,14 @@ class TesseraCache(transformers.Cache):
         elif any(layer.states for layer in self.plan):
             self._next_layer = None
 
-    def _check_window(self, layer, given):
-        if (given or 0) != self.plan[layer].window:
-            raise ValueError(f"sliding window of layer {layer} is {given}; expected {self.plan[layer].window or None}; "
+    def _checked_kind(self, layer, window, *rows):
+        """The layer's kind. Errors: ValueError for another window than the config's, and for rows on another device."""
+        if (window or 0) != self.plan[layer].window:
+            raise ValueError(f"sliding window of layer {layer} is {window}; expected {self.plan[layer].window or None}; "
                              "pass the cache this model's config")
+        kind = self._kinds.of_layer(layer)
+        kind.check_device(layer, *rows)
+        return kind
 
     def _begin(self, q, k, v, mask):
         """Before a call's first layer: what the call is, a chunk of a prompt or a step."""
@@ -243,13 +247,9 @@ class TesseraCache(transformers.Cache):
         elif self._has_ended:
             self.end_prompt()
         self._make_room(tokens)
-        if is_step and tokens > self._step_tokens:
-            raise ValueError(f"tokens of a step are {tokens}; expected at most {self._step_tokens}; make the cache with "
-                             f"draft_tokens={tokens - 1}, at most {generation.STEP_TOKENS - 1}")
-        if is_step and 0 in rows.last:
-            raise ValueError("a step's token is masked; expected one token of every sequence; pad prompts, not answers")
         like = q.new_empty((0, 1, tokens))
         if is_step:
+            opening.check_step(self, tokens, rows)
             self.end_prompt()
             if not self._prepared:
                 self._kinds.each("prepare_step", like, flags)
@@ -308,8 +308,8 @@ class TesseraCache(transformers.Cache):
 
     def prepare_step(self, tokens):
         """The host's part of a step of tokens [batch, 1]; the model's next call is its other part. Returns what it does."""
-        if any(layer.states for layer in self.plan):
-            refuse("capturing steps of a model whose layers have states of their own")
+        if any(layer.states for layer in self.plan) or len({*(self._devices or ())}) > 1:
+            refuse("capturing steps of a model whose layers have states of their own, or are on several devices,")
         if self._next_layer != 0 or self.tokens == 0:
             raise ValueError(f"the cache is {'empty' if self._next_layer == 0 else 'half way through a call that failed'}; "
                              "expected a prompt in it; call the model with one before a step")

@@ -50,7 +50,8 @@ def open_cache(cache, q, checks_drafts, is_last, request):
                          "states, from which a gate scores; take another method, or any_cache::set_scores of the C++ library")
     if fact("turns_queries") and not cache._sees_text_alone:
         rope.check_places(cache._text_config)
-    kinds = layer_kinds.Kinds.of(cache.plan, cache._text_config, fact("turns_queries"))
+    kinds = layer_kinds.Kinds.of(cache.plan, cache._text_config, fact("turns_queries"),
+                                 cache._devices or [q.device] * cache.layer_count)
     check_layers(cache.plan, kinds, name, fact)
     cache._rereads = fact("rereads")
     if cache._rereads and cache._repeated is None:
@@ -60,9 +61,10 @@ def open_cache(cache, q, checks_drafts, is_last, request):
     first, answer, most = 0, 0, generation.STEP_TOKENS
     if is_last:
         first, answer = tokens, min(ROOM if request is None else max(request.longest - tokens, 0), longest - tokens)
-    if q.is_cuda and cache._draft_tokens is not None:
+    on_cuda = any(kind.device.type == "cuda" for kind in kinds.all)
+    if on_cuda and cache._draft_tokens is not None:
         most = 1 + cache._draft_tokens
-    elif q.is_cuda and not checks_drafts:
+    elif on_cuda and not checks_drafts:
         most = 1
     cache._request = layer_kinds.Request(longest, budget, budgets, shares, cache.settings, cache._profile, most, first, answer)
     cache._made_for = (q.dtype, q.device, batch)
@@ -71,11 +73,21 @@ def open_cache(cache, q, checks_drafts, is_last, request):
     cache._step_tokens, cache._room = most, first + answer if is_last else None
 
 
+def check_step(cache, tokens, rows):
+    """Whether a call can be a step of so many tokens."""
+    if tokens > cache._step_tokens:
+        raise ValueError(f"tokens of a step are {tokens}; expected at most {cache._step_tokens}; make the cache with "
+                         f"draft_tokens={tokens - 1}, at most {generation.STEP_TOKENS - 1}")
+    if 0 in rows.last:
+        raise ValueError("a step's token is masked; expected one token of every sequence; pad prompts, not answers")
+
+
 def check_layers(plan, kinds, name, fact):
     """Whether a method can work in a model's layers. Errors: ValueError where it would mix what it must not."""
     if len(kinds.choosing) > 1 and fact("looks_over_layers"):
         raise ValueError(f"method is {name!r}, which looks over all layers; expected one that chooses layer by layer, as layers of the "
-                         "model have rows of several shapes, or queries that turn in several ways; take another method")
+                         "model are on several devices, have rows of several shapes, or queries that turn in several ways; take another "
+                         "method")
     others = "read the keys of another" if any(layer.reads for layer in plan) else "have states of their own"
     if any(layer.reads or layer.states for layer in plan) and fact("rereads"):
         raise ValueError(f"method is {name!r}, which passes prompts through the model once more; expected another one, as some layers "

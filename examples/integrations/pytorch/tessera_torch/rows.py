@@ -70,12 +70,12 @@ class Rows:
 
     def forward(self, x):
         """[batch, heads, tokens, dim] with padding behind the rest, where it is not at one end already."""
-        return x if self.order is None else x.gather(2, self.order[:, None, :, None].expand_as(x))
+        return x if self.order is None else x.gather(2, self.order.to(x.device)[:, None, :, None].expand_as(x))
 
     def back(self, out):
         """[batch, tokens, heads, dim] as the tokens came."""
         return out if self.order is None else torch.empty_like(out).scatter_(
-            1, self.order[:, :, None, None].expand_as(out), out)
+            1, self.order.to(out.device)[:, :, None, None].expand_as(out), out)
 
 
 def checked_budget(budget):

@@ -12,6 +12,7 @@ import torch
 import transformers
 from conftest import HERE, padded
 from tessera_torch import TesseraCache
+from tessera_torch.kinds import layer_kinds
 
 GREEDY = dict(do_sample=False, pad_token_id=0, eos_token_id=None)
 
@@ -108,6 +109,7 @@ def test_memory_that_runs_out_is_torch_s_error_and_leaves_the_cache_usable():
     program = textwrap.dedent("""
         import resource, torch, transformers
         from tessera_torch import TesseraCache
+from tessera_torch.kinds import layer_kinds
         config = transformers.LlamaConfig(num_hidden_layers=1, head_dim=256, max_position_embeddings=1 << 20)
         config._attn_implementation = "tessera"
         cache = TesseraCache(config)
@@ -241,6 +243,7 @@ def test_a_child_of_fork_goes_on_with_its_parents_executor(count):
         import os, signal, sys, torch, transformers
         sys.path.insert(0, {str(HERE.parent)!r})
         from tessera_torch import TesseraCache
+from tessera_torch.kinds import layer_kinds
         torch.set_num_threads(2)
         config = transformers.LlamaConfig(hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
                                           num_key_value_heads=1, head_dim=64, vocab_size=128, max_position_embeddings=1024)
@@ -295,7 +298,7 @@ def test_a_saved_cache_goes_on_in_another_process(tmp_path):
     assert said.strip().splitlines()[-1] == str(want.tolist())
 
 
-def test_what_cannot_be_saved_or_loaded_is_refused():
+def test_what_cannot_be_saved_or_loaded_is_refused(monkeypatch):
     model = small_model()
     cache = TesseraCache(model.config, "snapkv", 32)
     empty = pickle.loads(pickle.dumps(cache))
@@ -306,13 +309,16 @@ def test_what_cannot_be_saved_or_loaded_is_refused():
     with pytest.raises(ValueError, match="^the prompt has not ended; "):
         pickle.dumps(cache)
     cache.end_prompt()
-    state = cache.__getstate__()
-    damaged = state["sequences"]
+    of, whole = cache._kinds.all[0], layer_kinds.Kind.__getstate__
+    saved = cache._operators.save(of.handle)
+    damaged = [saved[0].clone()]
     damaged[0][len(damaged[0]) // 2] ^= 1
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_kinds.Kind, "__getstate__", lambda kind: {**whole(kind), "saved": damaged})
+        pickled = pickle.dumps(cache)
     with pytest.raises(ValueError, match="^saved sequence is damaged; "):
-        object.__new__(TesseraCache).__setstate__(state)
-    saved = cache._operators.save(cache._kinds.all[0].handle)
+        pickle.loads(pickled)
     with pytest.raises(ValueError, match="^saved sequence is damaged; "):
-        cache._operators.load(cache._kinds.all[0].handle, damaged)
+        cache._operators.load(of.handle, damaged)
     assert cache.get_seq_length() == 40
-    assert all(torch.equal(a, b) for a, b in zip(saved, cache._operators.save(cache._kinds.all[0].handle)))
+    assert all(torch.equal(a, b) for a, b in zip(saved, cache._operators.save(of.handle)))

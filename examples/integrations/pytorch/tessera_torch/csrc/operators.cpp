@@ -153,10 +153,10 @@ Tensor reread(const Tensor& handle, std::int64_t layer, const Tensor& q0, const 
   return out.to(q.scalar_type());
 }
 
-void end_prompt(const Tensor& handle, const Tensor& like) {
-  const at::OptionalDeviceGuard device(at::device_of(like));
+void end_prompt(const Tensor& handle, const Tensor&) {
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
+    const at::OptionalDeviceGuard device(here.device);
     for (std::size_t b = 0; b < here.ids.size(); ++b) {
       if (!here.in_prompt[b]) continue;
       here.cache->end_prefill(here.ids[b], here.stream());
@@ -167,10 +167,10 @@ void end_prompt(const Tensor& handle, const Tensor& like) {
 
 /// Takes back the newest tokens of every sequence, of all or of none. `prompt_is_gone`: they are all of a prompt that has
 /// not ended.
-void crop(const Tensor& handle, const Tensor& like, at::IntArrayRef tokens, bool prompt_is_gone) {
-  const at::OptionalDeviceGuard device(at::device_of(like));
+void crop(const Tensor& handle, const Tensor&, at::IntArrayRef tokens, bool prompt_is_gone) {
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
+    const at::OptionalDeviceGuard device(here.device);
     tessera::require(tokens.size() == here.ids.size(), "numbers of tokens to take back", tokens.size(),
                      "one for each sequence, which are " + std::to_string(here.ids.size()), "pass one for each");
     for (std::size_t b = 0; b < tokens.size(); ++b) {
@@ -190,9 +190,9 @@ void crop(const Tensor& handle, const Tensor& like, at::IntArrayRef tokens, bool
 /// The host's part of a step: before every step, also before a captured one is replayed; never captured itself.
 /// `like`: an empty tensor of the model's device whose third size is the number of tokens.
 void prepare_step(const Tensor& handle, const Tensor& like, const c10::optional<Tensor>& boundaries) {
-  const at::OptionalDeviceGuard device(at::device_of(like));
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
+    const at::OptionalDeviceGuard device(here.device);
     const Tensor flags = flags_of(boundaries, std::int64_t(here.ids.size()), like.size(2));
     const text_flags every =
         flags.defined() ? text_flags(flags.data_ptr<std::uint8_t>(), std::size_t(flags.numel())) : text_flags();
@@ -210,10 +210,10 @@ std::int64_t actions(const Tensor& handle) {
 }
 
 /// The device's part, before the first layer's `step`.
-void begin_step(const Tensor& handle, const Tensor& like) {
-  const at::OptionalDeviceGuard device(at::device_of(like));
+void begin_step(const Tensor& handle, const Tensor&) {
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
+    const at::OptionalDeviceGuard device(here.device);
     tessera::require(here.prepared, "the step", "not prepared", "one that is", "call prepare_step before begin_step");
     here.cache->begin_step(here.step, here.stream());
     here.prepared = false;

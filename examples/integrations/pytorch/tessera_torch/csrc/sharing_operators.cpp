@@ -20,6 +20,7 @@ Tensor attend_prompt(const Tensor& handle, std::int64_t layer, const Tensor& q0,
   const Tensor out = output_for(q, v_dim_of(handle), true);
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
+    check_device(here, q);
     const tensor_rows q_rows = rows_of(q), out_rows = rows_of(out.transpose(1, 2));
     for (std::size_t b = 0; b < here.ids.size(); ++b) {
       const auto begin = index_t(first[b]), end = index_t(last[b]);
@@ -39,6 +40,7 @@ Tensor attend_step(const Tensor& handle, std::int64_t layer, const Tensor& q0) {
   const Tensor out = output_for(q, v_dim_of(handle), false);
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
+    check_device(here, q);
     here.cache->attend(index_t(layer), here.step, rows_of(q), rows_of(out.transpose(1, 2)), {}, here.stream());
   });
   return out.to(q.scalar_type());

@@ -46,6 +46,13 @@ inline tensor_rows part_of(const tensor_rows& all, std::size_t element_bytes, in
 /// Rows may have any strides but that of their elements: other tensors are copied.
 inline Tensor in_place(const Tensor& x) { return x.stride(3) == 1 || x.size(3) == 1 ? x : x.contiguous(); }
 
+/// Rows must be where the cache is. Errors: rows on another device.
+inline void check_device(const conversations& here, const Tensor& x) {
+  const bool is_here = here.memory ? x.device() == *here.device : x.is_cpu();
+  tessera::require(is_here, "device of rows", x.device().str(), here.memory ? here.device->str() : "cpu",
+                   "pass rows on the device that the cache was made for");
+}
+
 inline void check_rows(const conversations& here, const Tensor& q, const Tensor& k, const Tensor& v) {
   const auto is_4d = [](const Tensor& x) { return x.dim() == 4; };
   tessera::require(is_4d(q) && is_4d(k) && is_4d(v), "shape of q, k or v", q.sizes(), "[sequences, heads, tokens, dim]",
@@ -54,6 +61,7 @@ inline void check_rows(const conversations& here, const Tensor& q, const Tensor&
                    std::string(c10::toString(k.scalar_type())) + " and " + c10::toString(v.scalar_type()),
                    std::string(c10::toString(q.scalar_type())) + ", that of q", "pass q, k and v of one dtype");
   for (const Tensor& x : {q, k, v}) {
+    check_device(here, x);
     tessera::require(x.size(0) == std::int64_t(here.ids.size()), "sequences of the batch", x.size(0),
                      "those that the cache was made for, which are " + std::to_string(here.ids.size()),
                      "make a cache for this batch");

@@ -1,4 +1,5 @@
-"""Layers of one kind share one cache of the library: rows of one shape, one window, and queries that turn alike where a method asks."""
+"""Layers of one kind share one cache of the library: on one device, rows of one shape, one window, and queries that turn alike where a
+method asks."""
 import contextlib
 import dataclasses
 import weakref
@@ -26,42 +27,56 @@ class Request:
 
 class Kind:
     """One cache of the library. layers: those of the model, by their numbers; window: of those in `sliding`; turn: how RoPE turns
-    their queries, a rope.Turn, where the method asks for it."""
+    their queries, a rope.Turn, where the method asks for it; device: where their rows are."""
 
-    def __init__(self, layers, sliding, window, turn=None):
-        self.layers, self.sliding, self.window, self.turn = layers, sliding, window, turn
+    def __init__(self, layers, sliding, window, turn, device):
+        self.layers, self.sliding, self.window, self.turn, self.device = layers, sliding, window, turn, device
         self.handle = self._free = self._made_of = None
 
     def index(self, layer):
         return self.layers.index(layer)
+
+    def check_device(self, layer, *rows):
+        """Errors: ValueError for rows on another device than the layer's."""
+        for x in rows:
+            if x.device != self.device:
+                raise ValueError(f"device of layer {layer} is {x.device}; expected {self.device}, where the cache has it; make the cache "
+                                 "with devices=layer_devices(model) where layers of the model are on several devices")
 
     def open(self, cache, q, k, v, scaling, softcap, sinks):
         """Makes the library's cache for rows of these shapes, behind a TesseraCache."""
         q_heads, dim, v_dim = q.shape[1], q.shape[-1], v.shape[-1]
         self.scale, self.softcap, self._dims = scaling or dim ** -0.5, softcap or 0.0, (dim, v_dim)
         # A logit of minus infinity is no sink: so are those of layers without one.
-        self.sinks = None if sinks is None else torch.full((len(self.layers), q_heads), -torch.inf, device=q.device)
+        self.sinks = None if sinks is None else torch.full((len(self.layers), q_heads), -torch.inf, device=self.device)
         speeds = [] if self.turn is None else self.turn.speeds_of(dim)
         order = None if self.turn is None else self.turn.order_of(dim)
-        self.order = None if order is None else order.to(q.device)
+        self.order = None if order is None else order.to(self.device)
         # Queries and keys turn by the one, values and, back again, outputs by the other.
-        self._rotations = None if cache._rotate == "none" else tuple(rotation.hadamard(of, q.device) for of in (dim, v_dim))
+        self._rotations = None if cache._rotate == "none" else tuple(rotation.hadamard(of, self.device) for of in (dim, v_dim))
         sliding = [self.index(layer) for layer in self.sliding]
         request = cache._request
         self._made_of = [len(self.layers), q_heads, k.shape[1], sliding, self.window, self.scale, self.softcap, request.budget,
-                         request.settings, q.shape[0], request.longest, self.sinks, q.device, speeds, request.profile,
+                         self._settings(request.settings, cache._stored), q.shape[0], request.longest, self.sinks, self.device,
+                         speeds, request.profile,
                          request.step_tokens, request.budgets, request.shares]
         self._create(cache, request.first, request.answer)
 
+    def _settings(self, given, stored):
+        """The method's parameters. `dense_layers` counts the model's first layers: of these the kind has some, its own first ones."""
+        words = list(given)
+        for place in range(0, len(words), 2):
+            if words[place] == "dense_layers" and words[place + 1].isdigit():
+                words[place + 1] = str(len({*self.layers} & {*stored[:int(words[place + 1])]}))
+        return words
+
     def path(self, cache):
         """The method's library for rows of this shape."""
-        dtype, device, _ = cache._made_for
-        return cache._library(dtype, self._dims[0], device.type, self._dims[1])
+        return cache._library(cache._made_for[0], self._dims[0], self.device.type, self._dims[1])
 
     def _create(self, cache, first=0, answer=0):
         """The library's cache, by what `open` noted."""
-        _, device, _ = cache._made_for
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             self.own(build.operators().create(str(self.path(cache)), *self._made_of, first, answer))
 
     def own(self, handle):
@@ -73,8 +88,8 @@ class Kind:
             self._free()
 
     def clone(self):
-        twin = Kind(self.layers, self.sliding, self.window, self.turn)
-        twin.__dict__.update({name: value for name, value in self.__dict__.items() if name not in ("handle", "_free")})
+        twin = object.__new__(Kind)
+        twin.__dict__.update(self.__dict__, handle=None, _free=None)
         if self.handle is not None:
             twin.own(build.operators().clone(self.handle))
         return twin
@@ -150,21 +165,23 @@ class Kinds:
         self.all = kinds
 
     @classmethod
-    def of(cls, plan, config, turns_queries):
-        """By the layers' facts. turns_queries: whether the method does. Errors: ValueError where it is not known how they turn."""
+    def of(cls, plan, config, turns_queries, devices):
+        """By the layers' facts. turns_queries: whether the method does; devices: one for each layer. Errors: ValueError where it is not
+        known how queries turn."""
         kinds, stored = {}, [(number, layer) for number, layer in enumerate(plan) if layer.stores]
         windows = {layer.window for _, layer in stored if layer.window}
         for number, layer in stored:
             turn = rope.turn_of(config, number) if turns_queries and not layer.window else None
-            kinds.setdefault((layer.shape, layer.window if len(windows) > 1 else 0), {}).setdefault(turn, []).append(number)
+            alike = devices[number], layer.shape, layer.window if len(windows) > 1 else 0
+            kinds.setdefault(alike, {}).setdefault(turn, []).append(number)
         result = []
-        for by_turn in kinds.values():
+        for (device, *_), by_turn in kinds.items():
             free = by_turn.pop(None, [])  # layers that slide choose nothing: they go with any
             first = next(iter(by_turn), rope.Turn() if turns_queries else None)
             by_turn[first] = sorted(by_turn.get(first, []) + free)
             for turn, layers in by_turn.items():
                 sliding = [number for number in layers if plan[number].window]
-                result.append(Kind(layers, sliding, plan[sliding[0]].window if sliding else 0, turn))
+                result.append(Kind(layers, sliding, plan[sliding[0]].window if sliding else 0, turn, device))
         return cls(result)
 
     @property
