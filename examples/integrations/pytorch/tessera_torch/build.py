@@ -52,7 +52,7 @@ tessera_torch::any_pages* tessera_torch_make_pages(const tessera_torch::cache_re
 OPERATORS = ("operators.cpp", "session_operators.cpp", "sharing_operators.cpp", "pages/page_operators.cpp", "pages/observation_operators.cpp",
              "pages/reading_operators.cpp")
 MAY_COMPILE = True  # False within an engine's process: what is not there is then refused
-ROWS = ("given", "fp8", "int8", "int4", "int2")  # how K and V are stored
+ROWS = ("given", "fp8", "int8", "int4", "int2", "tailed")  # how K and V are stored
 NO_POLICIES = ("backend", "concepts", "core", "math", "methods", "runtime")
 
 
@@ -106,7 +106,7 @@ def check_rows(method, rows):
         raise ValueError(f"rows is '{rows}'; expected one of {', '.join(ROWS)}; leave rows out to store what the model gives")
     if rows != "given" and isinstance(method, Policy):
         raise ValueError(f"rows is '{rows}'; expected 'given' beside a Policy, whose recipe names its layout; "
-                         f"write stored<{rows}_rows<T, D>, runs> in the recipe")
+                         f"write {'tailed_rows<dense<T, D>>' if rows == 'tailed' else f'stored<{rows}_rows<T, D>, runs>'} in the recipe")
 
 
 def source_of(method, element, dim, rows="given", v_dim=None):
@@ -120,7 +120,10 @@ def source_of(method, element, dim, rows="given", v_dim=None):
         return f"#include <tessera/methods/{method}.hpp>\nusing recipe_type = {given};\n"
     # Where the method has its rows lie, in another format.
     layout = f"tessera::stored<tessera::{rows}_rows<tessera::{element}, {dim}, {v_dim}>, {given}::layout_type::placement_type>"
-    return (f"#include <tessera/methods/{method}.hpp>\n#include <tessera/layout/{rows}_rows.hpp>\n"
+    header = f"layout/{rows}_rows"
+    if rows == "tailed":
+        layout, header = f"tessera::tailed_rows<{given}::layout_type>", "tailed_rows"
+    return (f"#include <tessera/methods/{method}.hpp>\n#include <tessera/{header}.hpp>\n"
             "#include <tessera/layout/packed_rows.hpp>\n"
             f"static_assert(!tessera::packing_layout<{given}::layout_type>,\n"
             f"              \"tessera: {method} packs its rows; leave rows out\");\n"

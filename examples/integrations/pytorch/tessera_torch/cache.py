@@ -28,7 +28,7 @@ class TesseraCache(transformers.Cache):
     max_length:  most tokens of a conversation; CUDA takes memory for them, or for less where the first prompt comes in one call; the CPU
                  as they come (None: the model's)
     rows:        how K and V are stored: "given"; "fp8" or "int8", a byte an element and a scale for each row; "int4" or "int2",
-                 in groups of 64 channels. rotate: "hadamard", channels are mixed before they are stored. Answers may differ
+                 in groups of 64 channels; "tailed", element="int4" behind `tail` whole tokens. rotate: "hadamard", channels are mixed before they are stored. Answers may differ
     draft_tokens: of a draft that a step may check, 0 to 7; CUDA takes scratch memory for them, the CPU takes 7. None: 7 if generate
                  with an assistant or prompt lookup makes the first call, else 0
     profile:     what was found once for the heads of this model, for a method that goes by it: the file of `tessera calibrate`
