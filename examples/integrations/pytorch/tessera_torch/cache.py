@@ -309,7 +309,7 @@ class TesseraCache(transformers.Cache):
     def prepare_step(self, tokens):
         """The host's part of a step of tokens [batch, 1]; the model's next call is its other part. Returns what it does."""
         if any(layer.states for layer in self.plan) or len({*(self._devices or ())}) > 1:
-            refuse("capturing steps of a model whose layers have states of their own, or are on several devices,")
+            refuse("capturing steps of layers with states of their own, or on several devices,", "one graph holds neither; call the model")
         if self._next_layer != 0 or self.tokens == 0:
             raise ValueError(f"the cache is {'empty' if self._next_layer == 0 else 'half way through a call that failed'}; "
                              "expected a prompt in it; call the model with one before a step")

@@ -9,9 +9,12 @@ from transformers.cache_utils import CacheLayerMixin
 READ_FREELY = ("device", "dim", "dtype", "is_cuda", "ndim", "requires_grad", "shape", "size", "stride")
 
 
-def refuse(what):
-    raise NotImplementedError(f"{what} is not possible with a TesseraCache: what a method has dropped for one "
-                              "sequence cannot be given to another or brought back; sample, or decode greedily")
+DROPPED = "what a method has dropped for one sequence cannot be given to another or brought back; sample, or decode greedily"
+STORED = "rows are in the library's store, which the attention 'tessera' alone reads; use transformers' own cache for this model"
+
+
+def refuse(what, why=DROPPED):
+    raise NotImplementedError(f"{what} is not possible with a TesseraCache: {why}")
 
 
 class Handed:
@@ -110,7 +113,7 @@ class Layer(CacheLayerMixin):
         pass
 
     def update(self, *_, **__):
-        refuse("storing keys and values outside of a call of the model")
+        refuse("storing keys and values outside of a call of the model", STORED)
 
     @property
     def is_initialized(self):
@@ -118,11 +121,11 @@ class Layer(CacheLayerMixin):
 
     @property
     def keys(self):
-        refuse("reading a layer's keys as a tensor")
+        refuse("reading a layer's keys as a tensor", STORED)
 
     @property
     def values(self):
-        refuse("reading a layer's values as a tensor")
+        refuse("reading a layer's values as a tensor", STORED)
 
     @property
     def batch_size(self):
@@ -143,10 +146,10 @@ class Layer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def offload(self):
-        refuse("moving a layer to the CPU")
+        refuse("moving a layer to the CPU", STORED)
 
     def prefetch(self):
-        refuse("moving a layer to the CPU")
+        refuse("moving a layer to the CPU", STORED)
 
     def reset(self):
         self._cache().reset()

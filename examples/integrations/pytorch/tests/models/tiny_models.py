@@ -92,6 +92,7 @@ NOT_MADE = {
 if transformers.__version__.startswith("4."):
     del NOT_MADE["moshi"]
     NOT_MADE |= dict.fromkeys(("emu3", "llama4", "mllama", "phi4_multimodal", "dbrx"), PARTS) | {
+        "fuyu": "its smallest has 136 M parameters",
         "jetmoe": "its head dim follows from other numbers than elsewhere",
         "mega": "its states are not a cache's",
         "qdqbert": "it wants a package of its own",
