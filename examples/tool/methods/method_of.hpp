@@ -22,7 +22,8 @@ std::unique_ptr<method_cache> make_cpu_cache(const cache_request& request) {
 /// A cache over rows of few bits, whose elements come in fp32, whatever a model has.
 /// `Method::over<T, D, ..>` is the recipe over a layout.
 template <class Method>
-std::unique_ptr<method_cache> make_over_rows([[maybe_unused]] std::string_view rows, const cache_request& request) {
+std::unique_ptr<method_cache> make_over_rows([[maybe_unused]] std::string_view rows,
+                                             [[maybe_unused]] const cache_request& request) {
 #define TESSERA_TOOL_MAKE(format)                                                                                 \
   if (rows == #format) {                                                                                          \
     return with_head_dim<tessera::fp32>(request.head_dim, [&]<class T, int D>() {                                 \
