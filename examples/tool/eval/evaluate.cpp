@@ -179,10 +179,13 @@ void evaluation::prompt_all(const std::vector<planned_turn>& turns, const visito
   }
   for (std::size_t i = 0; i < variants_.size(); ++i) {
     const std::size_t shared = cache_of_variant_[i];
-    if (shared == own_prefill) {  // what it drops on the way changes what the model sees
+    if (shared == own_prefill) {  // what it drops on the way, or how it stores rows, changes what the model sees
+      const method_info& method = *variants_[i].method;
       const auto own = empty_cache(variants_[i], turns, 0);
       own->announce(index_t(prompt.size()));
-      std::vector<float> own_logits = model_.prefill(prompt, *own, options);
+      if (method.chooses_lines) (void)own->trace_lines();
+      own_pairs_ = {};
+      std::vector<float> own_logits = model_.prefill(prompt, *own, counting(method, *own, options, own_pairs_));
       visit(i, std::move(own_logits), *own);
       continue;
     }
@@ -260,7 +263,7 @@ void evaluation::answer(std::size_t variant, const std::string& family, const st
   const method_info& method = *variants_[variant].method;
   const std::size_t shared = cache_of_variant_[variant];
   if (method.chooses_lines) (void)cache.trace_lines();
-  pair_count pairs = shared == own_prefill ? pair_count{} : first_[shared].pairs;
+  pair_count pairs = shared == own_prefill ? own_pairs_ : first_[shared].pairs;
   std::size_t reused = shared == own_prefill ? 0 : first_[shared].reused;
   for (std::size_t i = 0; i < turns.size(); ++i) {
     if (i > 0) {

@@ -146,6 +146,7 @@ class evaluation {
   std::size_t left_ = 0;  // conversations of the group to come
   std::vector<std::unique_ptr<prompt_pass>> passes_;
   std::vector<first_prompt> first_;  // by first_of_method_
+  pair_count own_pairs_;             // of the first prompt that a variant reads by itself
   bool stores_prefixes_ = true;
   prefix_use use_;
   std::vector<cell> cells_;

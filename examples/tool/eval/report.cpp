@@ -224,8 +224,8 @@ std::string prefix_text(const prefix_use& use) {
               bytes_text(double(use.most_bytes)) + " at most with the question behind it, before it is compressed.\n";
   }
   if (!use.need_length.empty())
-    text +=
-        "Read anew for every question: " + names(use.need_length) + " (prompts are compressed while they come in).\n";
+    text += "Read anew for every question: " + names(use.need_length) +
+            " (prompts are compressed while they come in, or stored in another format).\n";
   if (!use.need_answer_limit.empty())
     text += "Read anew where the longest answers differ: " + names(use.need_answer_limit) +
             " (max_new is part of the plan).\n";

@@ -71,6 +71,15 @@ class conversation final : public any_conversation {
   }
   ranked_tokens ranked(int layer) const override { return cache_->ranked(layer, sequence_); }
 
+  /// In the channels that the model gives.
+  std::optional<unpacked_rows> unpacked(int layer) override {
+    std::optional<unpacked_rows> rows = any_conversation::unpacked(layer);
+    if (!rows) return rows;
+    of_k_.restore(rows->k.data(), offset_t(rows->k.size()) / facts().k_dim, facts().k_dim);
+    of_v_.restore(rows->v.data(), offset_t(rows->v.size()) / facts().v_dim, facts().v_dim);
+    return rows;
+  }
+
  private:
   tessera::rows_view<float> outputs(float* data, index_t tokens) const {
     return tessera::nhd_rows(data, tokens, shape().q_heads, facts().v_dim);

@@ -29,7 +29,7 @@ struct prefix_use {
   read_parts rest_of_fork;       ///< what followed these
   offset_t beginning_bytes = 0;  ///< of the longest shared beginning, for all methods that read together
   offset_t most_bytes = 0;       ///< of stored beginnings and the question under way, before it is compressed
-  /// Who reads every prompt anew: methods that need its length before its first token; those that plan by the longest answer, where
+  /// Who reads every prompt anew: methods that need its length before its first token, or store rows in another format; those that plan by the longest answer, where
   /// questions differ in it; and families whose prompts begin alike for too few tokens.
   std::set<std::string> need_length, need_answer_limit, dissimilar;
 };

@@ -197,6 +197,11 @@ TEST_CASE("every method over rows behind a whole tail") {
     const result plain = run({}), whole = run({{"rows", "int4"}, {"whole_tail", "400"}});
     check_sets(whole, plain);
     check_near(whole.real("out"), plain.real("out"), 2e-6f);
+    if (method.name == "full") {  // what is stored is written in the channels that were given, mixed or not
+      const result mixed = run({{"rows", "int4"}, {"whole_tail", "400"}, {"rotate", "hadamard"}});
+      check_near(mixed.real("packed.k"), layer.at("k"), 2e-6f);
+      check_near(mixed.real("packed.v"), layer.at("v"), 2e-6f);
+    }
     const result few = run({{"rows", "int4"}, {"whole_tail", "8"}});
     CHECK(few.number("bytes_full") == plain.number("bytes_full"));
     if (method.name != "full") continue;
@@ -299,6 +304,24 @@ TEST_CASE("rows of one variant change nothing of another's") {
   CHECK(together[2] == divergence({rounded})[1]);
   CHECK(together[3] == divergence({rotated})[1]);
   CHECK(together[1] != together[2]);
+}
+
+TEST_CASE("lines of a prompt are counted whatever its rows are stored in") {
+  tool_tests::bench on;
+  const tool::method_info& method = tool::find_method("tri_shape");
+  const std::vector<setting> few{{"init", "4"}, {"local", "16"}, {"dense_rows", "4"}};
+  std::vector<setting> mixed = few;
+  mixed.push_back({"rotate", "hadamard"});
+  tool::evaluation evaluation = on.evaluation({{&method, {}, few}, {&method, {}, mixed, "rotate=hadamard"}});
+  std::string text;
+  for (int i = 0; i < 20; ++i) text += "The rays which differ in colour differ also in degrees of refrangibility.\n";
+  evaluation.run("a family", on.plan({"a family", {{text, "yes"}}}));
+  const auto& cells = evaluation.cells();
+  REQUIRE(cells.size() == 2);
+  CHECK(cells[0].pairs.visible > 0);
+  CHECK(cells[0].pairs.attended < cells[0].pairs.visible);
+  CHECK(cells[1].pairs.attended == cells[0].pairs.attended);
+  CHECK(cells[1].pairs.visible == cells[0].pairs.visible);
 }
 
 TEST_CASE("a saved conversation of rotated rows is loaded into such a cache alone") {

@@ -133,6 +133,8 @@ def test_rows_that_are_not_there_are_refused():
     own = Policy("struct nothing {};\n", "recipe<retain_all, dense<T, D>, retrieve_all, dense_decode, once>")
     with pytest.raises(ValueError, match="^rows is 'int4'; expected 'given' beside a Policy, whose recipe names its layout; "):
         TesseraCache(config, own, rows="int4")
+    with pytest.raises(ValueError, match="^rotate is 'hadamard'; expected 'none' beside a Policy, which may go by "):
+        TesseraCache(config, own, rotate="hadamard")
     with pytest.raises(ValueError, match="^rotate is 'givens'; expected none or hadamard; "):
         TesseraCache(config, "snapkv", 32, rotate="givens")
     with pytest.raises(ValueError, match="^rotate is 'hadamard'; expected 'none' under expected_attention, which turns queries by "):

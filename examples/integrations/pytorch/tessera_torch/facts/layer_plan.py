@@ -59,7 +59,7 @@ def _types(config):
     """Of each layer its type, what transformers makes its part of a cache from, and its own config."""
     if hasattr(cache_utils, "get_layer_types_and_kwargs"):
         types, given = cache_utils.get_layer_types_and_kwargs(config)
-        if isinstance(given, dict):  # in versions before 5.24 for all layers, of which those that share another's keys are left out
+        if isinstance(given, dict):  # older versions (5.17, 5.20): of all layers; layers that share another's keys are left out
             types = list(types) + ["dummy"] * (config.num_hidden_layers - len(types))
             given = [{"sliding_window": None, **given} for _ in types]
         return types, given, getattr(config, "per_layer_config", None) or [config] * len(types)

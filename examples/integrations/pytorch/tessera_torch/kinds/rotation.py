@@ -10,7 +10,9 @@ def check(method, rotate):
         raise ValueError(f"rotate is '{rotate}'; expected {' or '.join(ROTATIONS)}; leave rotate out to store channels as the model gives them")
     refusing = {"expected_attention": "turns queries by the model's RoPE", "criticalkv": "weighs values by their channels",
                 **dict.fromkeys(("mosaickv", "think"), "chooses among channels itself")}
-    why = refusing.get(method) if isinstance(method, str) else None
+    if rotate != "none" and not isinstance(method, str):
+        raise ValueError(f"rotate is '{rotate}'; expected 'none' beside a Policy, which may go by the model's own channels; leave rotate out")
+    why = refusing.get(method)
     if rotate != "none" and why:
         raise ValueError(f"rotate is '{rotate}'; expected 'none' under {method}, which {why}; leave rotate out")
 
