@@ -19,6 +19,7 @@ BEYOND = (
 )
 READ = ("input_ids", "model_kwargs", "generation_mode", "generation_config")  # of generate's names
 CHUNKING = inspect.unwrap(getattr(GenerationMixin, "_prefill_chunking", None) or GenerationMixin._prefill).__code__  # of 4, of 5
+LAST_CHUNK_ENDS_PROMPT = not hasattr(GenerationMixin, "_prefill_chunking")
 ASSISTED = inspect.unwrap(GenerationMixin._assisted_decoding).__code__
 ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 STEP_TOKENS = 8  # of a step at most
@@ -51,10 +52,10 @@ class Request:
         self.mode = generate["generation_mode"]
         self.needs = next((what for name, usual, what in BEYOND if getattr(settings, name, None) not in (None, usual)), None)
         self.longest = max(columns, prompt) + settings.max_length - prompt - 1  # the last token is not stored
-        chunks = len((chunking or {}).get("input_chunks", ()))
+        chunks = (chunking or {}).get("input_chunks", ())
         self.chunk_begins = chunking["past_length"] if chunks else None
         # transformers 4 leaves the prompt's last token to the first step; transformers 5 has it in the last chunk.
-        self.prompt_goes_on = chunks > 0 and chunking.get("chunk_idx", -1) + 1 < chunks
+        self.prompt_goes_on = len(chunks) > 0 and not (LAST_CHUNK_ENDS_PROMPT and chunking["input_chunk"] is chunks[-1])
         self.draft = None if assisted is None else Draft(assisted)
 
 

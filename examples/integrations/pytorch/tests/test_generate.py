@@ -135,12 +135,12 @@ def test_a_model_within_a_generate_of_another_cache_is_not_confused():
 
 
 def test_versions_that_are_not_known_are_doubted_once():
-    assert all(versions.doubt(known) is None for known in ("4.57.0", "4.57.6", "5.0.0", "5.24.0", "5.24.1"))
-    for other in ("4.56.2", "5.25.0", "6.0.0", "5.25.0.dev0"):
-        assert versions.doubt(other).startswith(f"transformers is {other}; expected 4.57 to 5.24, with which")
+    assert all(versions.doubt(known) is None for known in ("4.57.0", "4.57.6", "5.24.0", "5.24.1"))
+    for other in ("4.56.2", "5.17.0", "5.25.0", "6.0.0", "5.25.0.dev0"):
+        assert versions.doubt(other).startswith(f"transformers is {other}; expected 4.57 or 5.24, with which")
     program = ("import transformers; transformers.__version__ = '5.25.0'; import warnings\n"
                "with warnings.catch_warnings(record=True) as said:\n    warnings.simplefilter('always')\n"
                "    import tessera_torch, tessera_torch.cache; tessera_torch.methods(); import tessera_torch\n"
-               "print(sum('expected 4.57 to 5.24' in str(one.message) for one in said))")
+               "print(sum('expected 4.57 or 5.24' in str(one.message) for one in said))")
     result = subprocess.run([sys.executable, "-c", program], cwd=HERE.parent, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "1"
