@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times what PyTorch has for the shapes of bench_cuda: attention (flash and cuDNN) and top-k, through CUDA graphs.
 
-    benchmarks/peers/peers.py --out FILE [--only decode,prefill,ragged,top_k]
+    benchmarks/peers/peers.py --out FILE [--only decode,latent,prefill,ragged,top_k]
 
 Counted as bench_cuda counts: inputs rotated through at least 256 MiB, events around the replay of a graph behind a
 kernel that keeps the GPU busy until the graph is queued, the median of 11 times the mean of 3 replays. FlashInfer joins
@@ -32,6 +32,7 @@ RAGGED = {"calibrated": [0.05, 0.09, 0.13, 0.18, 0.24, 0.32, 0.42, 0.57],
 PREFILL = [("4K", 4096), ("16K", 16384), ("32K", 32768), ("64K", 65536), ("128K", 131072)]
 TOP_K = [(32, 8192, 512), (256, 8192, 512), (32, 32768, 2048), (8, 131072, 2048), (64, 131072, 2048),
          (256, 131072, 2048), (8, 1048576, 2048)]
+LATENT = [("B1/32K", 1, 32768), ("B8/32K", 8, 32768), ("B64/8K", 64, 8192)]
 BACKENDS = [("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)]
 
 
@@ -124,6 +125,25 @@ def ragged_lengths(shares, sequences, tokens):
             for row in range(sequences * KV_HEADS)]
 
 
+def latent_flashinfer(heads, sequences, tokens):
+    """FlashInfer's MLA over pages of 64 tokens, planned beforehand, with its kernel for Hopper."""
+    import flashinfer
+    size = sequences * tokens * 576 * 2
+    sets = input_sets(size)
+    pages = sequences * tokens // 64
+    ckv, kpe = random(sets, pages, 64, 512), random(sets, pages, 64, 64)
+    q, q_pe = random(sequences, heads, 512), random(sequences, heads, 64)
+    numbers = lambda values: torch.tensor(values, dtype=torch.int32, device="cuda")
+    begin, ends = numbers(range(sequences + 1)), numbers([i * (tokens // 64) for i in range(sequences + 1)])
+    order, lengths = torch.randperm(pages, device="cuda").to(torch.int32), numbers([tokens] * sequences)
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(
+        torch.empty(128 << 20, dtype=torch.uint8, device="cuda"), use_cuda_graph=True, qo_indptr=begin,
+        kv_indptr=ends, kv_indices=order, kv_len_arr=lengths, backend="fa3")
+    wrapper.plan(begin, ends, order, lengths, heads, 512, 64, 64, False, 192 ** -0.5, torch.bfloat16, torch.bfloat16)
+    out = torch.empty(sequences, heads, 512, device="cuda", dtype=torch.bfloat16)
+    return timed(lambda i: wrapper.run(q, q_pe, ckv[i % sets], kpe[i % sets], out=out), launches(size, sets))
+
+
 def decode_ragged_flashinfer(lengths, planned):
     """Every (sequence, kv_head) as a sequence of one head behind the flat table of ragged pages: pages of 16 tokens, in any
     order. `planned`: with the plan that a step makes anew for each layer, whose time is the host's and the device's."""
@@ -179,7 +199,7 @@ def top_k(rows, n, k):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--only", default="decode,top_k,prefill,ragged")
+    parser.add_argument("--only", default="decode,top_k,prefill,ragged,latent")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("peers.py needs a CUDA device, and PyTorch sees none")
@@ -215,8 +235,14 @@ def main():
         elif kind == "top_k":
             for rows, n, k in TOP_K:
                 work.append((f"top_k/{rows}x{n}/k{k}/normal", "torch.topk", lambda a=(rows, n, k): top_k(*a)))
+        elif kind == "latent":
+            for heads in (16, 128):
+                for name, sequences, tokens in LATENT:
+                    if flashinfer_version:
+                        work.append((f"latent/H{heads}/{name}", "flashinfer",
+                                     lambda a=(heads, sequences, tokens): latent_flashinfer(*a)))
         else:
-            sys.exit(f"--only is {kind}; expected decode, prefill, ragged or top_k")
+            sys.exit(f"--only is {kind}; expected decode, latent, prefill, ragged or top_k")
 
     report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(),
               "flashinfer": flashinfer_version, "figures": []}

@@ -53,7 +53,10 @@ constexpr bool check_row_format() {
   static_assert(
       !static_scales<typename R::encoding_type>,
       "tessera: a cache gives each row a scale of its own; static scales are for views of an engine's memory");
-  static_assert(supported_head_dim<R::k_dim> && supported_head_dim<R::v_dim>,
+  constexpr bool is_latent = latent_encoding<typename R::encoding_type>;
+  static_assert(!is_latent || supported_latent_dims<R::k_dim, R::v_dim>,
+                "tessera: latent rows take keys of 576 elements, of which 512 are the value");
+  static_assert(is_latent || (supported_head_dim<R::k_dim> && supported_head_dim<R::v_dim>),
                 "tessera: a row format takes head dims 64, 80, 96, 128, 192, 256 and 512");
   static_assert(row_format<R>, "tessera: a row format's name, k_dim and v_dim must be static constants");
   return row_format<R>;

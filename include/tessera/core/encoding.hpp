@@ -52,6 +52,15 @@ struct raw_elements {
   static constexpr bool scaled = false;
 };
 
+/// Raw elements of latent rows (MLA): one row is a token's key, and its first elements are the token's value. A value
+/// has no memory of its own: views read it from the key.
+template <element T>
+struct latent_elements {
+  using element_type = T;
+  using stored_type = T;
+  static constexpr bool scaled = false, value_in_key = true;
+};
+
 /// e4m3 with one scale for each row: the largest element becomes 448. `T` is what is handed over and computed with.
 template <element T>
 struct fp8_elements {
@@ -142,6 +151,10 @@ using view_element =
 
 template <class E>
 concept raw_encoding = encoding<E> && std::same_as<typename E::element_type, typename E::stored_type>;
+
+/// Whether a token's value is the beginning of its key.
+template <class E>
+concept latent_encoding = encoding<E> && requires { requires E::value_in_key; };
 
 /// Whether a row with an element that is not finite reads as NaN altogether.
 template <class E>

@@ -133,6 +133,9 @@ requires(!std::same_as<T, fp32>) T* as_elements(decltype(T::bits)* bits) {
 template <int D>
 inline constexpr bool supported_head_dim =
     D == 64 || D == 80 || D == 96 || D == 128 || D == 192 || D == 256 || D == 512;
+/// Dims of latent rows: 512 elements that are key and value, and 64 of the key alone, which carry the position.
+template <int D, int Dv>
+inline constexpr bool supported_latent_dims = D == 576 && Dv == 512;
 inline constexpr index_t largest_head_dim = 256;  ///< the largest of a GPU's kernels, and of packed rows
 
 /// a / b rounded up; b >= 1.

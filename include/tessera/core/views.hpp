@@ -155,7 +155,8 @@ enum class slot_order {
 ///
 /// `E` is an element type, or an encoding (core/encoding.hpp) whose rows may have scales; const for what is only read.
 /// A view of memory that may be written converts to one that only reads.
-/// Shapes   K [sequences, kv_heads, slots, k_dim], V [.., v_dim] in any strides, behind any table.
+/// Shapes   K [sequences, kv_heads, slots, k_dim], V [.., v_dim] in any strides, behind any table. Of latent rows
+///          (`latent_view`) `v` and `v_strides` are not read.
 /// Lengths  `lengths[sequence * length_strides.sequence + head * length_strides.head]`; head stride 0 = one per
 ///          sequence. Strides are 0 until they are set: sequence stride 0 = one length for all sequences.
 /// Positions  ascending logical positions by slot, null where slot and position coincide; strided alike, or, with
@@ -165,9 +166,12 @@ template <class E, int D, class Table = contiguous, int Dv = D>
 struct kv_view {
   static_assert(encoding<encoding_of<E>>,
                 "tessera: kv_view takes float, fp16, bf16 or an encoding such as fp8_elements<bf16>; see as_elements");
-  static_assert(supported_head_dim<D> && supported_head_dim<Dv>,
-                "tessera: kv_view takes head dims 64, 80, 96, 128, 192, 256 and 512");
   using encoding_type = std::conditional_t<encoding<encoding_of<E>>, encoding_of<E>, raw_elements<fp32>>;
+  static constexpr bool is_latent = latent_encoding<encoding_type>;
+  static_assert(is_latent || (supported_head_dim<D> && supported_head_dim<Dv>),
+                "tessera: kv_view takes head dims 64, 80, 96, 128, 192, 256 and 512");
+  static_assert(!is_latent || supported_latent_dims<D, Dv>,
+                "tessera: a view of latent rows takes keys of 576 elements, of which 512 are the value");
   static constexpr int unit = elements_of_unit<typename encoding_type::stored_type>;
   static_assert(D % unit == 0 && Dv % unit == 0,
                 "tessera: a row of blocks has a head dim of whole blocks: of 32 elements 64, 96, 128, 192, 256 or 512");
@@ -175,7 +179,8 @@ struct kv_view {
   static constexpr bool is_raw = raw_encoding<encoding_type>;
   static constexpr int k_dim = D;
   static constexpr int v_dim = Dv;
-  static constexpr int k_units = D / unit, v_units = Dv / unit;  ///< what a row takes of `stored_type`
+  /// What a row takes of `stored_type`; the value of a latent row takes nothing.
+  static constexpr int k_units = D / unit, v_units = is_latent ? 0 : Dv / unit;
   /// What `k` and `v` point to, and a row's scale.
   using stored_type = std::conditional_t<std::is_const_v<E>, const typename encoding_type::stored_type,
                                          typename encoding_type::stored_type>;
@@ -208,9 +213,12 @@ struct kv_view {
     return k + address.outer * k_strides.outer + head * k_strides.head + address.row * k_strides.token;
   }
   TESSERA_HD TESSERA_INLINE stored_type* value(index_t sequence, index_t head, index_t slot) const {
+    if constexpr (is_latent) return key(sequence, head, slot);
     const slot_address address = table.locate(sequence, head, slot);
     return v + address.outer * v_strides.outer + head * v_strides.head + address.row * v_strides.token;
   }
+  /// From one element of a value to the next.
+  TESSERA_HD TESSERA_INLINE offset_t value_stride() const { return is_latent ? k_strides.dim : v_strides.dim; }
   /// What the stored elements of a slot's key, or value, are multiplied by.
   TESSERA_HD TESSERA_INLINE float key_scale(index_t sequence, index_t head, index_t slot) const {
     if constexpr (!encoding_type::scaled) return 1;
@@ -259,11 +267,28 @@ struct kv_view {
   }
 };
 
+/// Latent rows of an engine (MLA, DeepSeek V2 and V3): [sequences, slots, 576], of one kv_head. A token's key is its
+/// row; its value is the row's first 512 elements, and the other 64 carry the position. Queries are absorbed: 576
+/// elements for each query head, multiplied by the weights that would turn latent rows into keys of a head.
+template <class T, class Table = contiguous>
+using latent_view = kv_view<std::conditional_t<std::is_const_v<T>, const latent_elements<std::remove_const_t<T>>,
+                                               latent_elements<std::remove_const_t<T>>>,
+                            576, Table, 512>;
+
 /// Whether kernels read the rows of a view. A sentence says why not.
 template <class View>
 constexpr bool check_device_rows() {
-  static_assert(View::k_dim <= largest_head_dim && View::v_dim <= largest_head_dim,
+  static_assert(!View::is_latent,
+                "tessera: on the device attention alone reads latent rows; score, index and pack them on the CPU");
+  static_assert(View::is_latent || (View::k_dim <= largest_head_dim && View::v_dim <= largest_head_dim),
                 "tessera: kernels take head dims up to 256; rows of 512 are for the CPU");
+  return true;
+}
+
+/// Whether attention on the device reads the rows of a view: latent rows too.
+template <class View>
+constexpr bool check_attended_rows() {
+  if constexpr (!View::is_latent) return check_device_rows<View>();
   return true;
 }
 

@@ -28,7 +28,9 @@ struct stored {
   Rows rows{};
 
   /// Bytes of K and V of one token of one kv_head before anything is left out, scales included.
-  static constexpr offset_t token_bytes() { return row_bytes(k_dim) + row_bytes(v_dim); }
+  static constexpr offset_t token_bytes() {
+    return row_bytes(k_dim) + (latent_encoding<encoding_type> ? 0 : row_bytes(v_dim));
+  }
   static constexpr offset_t key_bytes() { return row_bytes(k_dim); }
 
   /// `block` of means that a second stage reads; 0: none.

@@ -55,7 +55,8 @@ struct append_problem {
       "tessera: append writes rows of elements, and of blocks that can be made of them; the engine writes its "
       "own blocks");
   View view;                            ///< with memory for the new tokens; its lengths do not count them yet
-  rows_view<const E> k, v;              ///< [sequences, tokens, kv_heads, dim]; on the device dim stride 1
+  rows_view<const E> k, v;              ///< [sequences, tokens, kv_heads, dim]; on the device dim stride 1. Of latent
+                                        ///< rows `v` is `k` with its own dim, or has no data
   index_t* lengths = nullptr;           ///< the memory of view.lengths, or another of its strides; gets the new lengths
   const index_t* new_tokens = nullptr;  ///< [sequences], at most k.tokens; null: all of them
   const index_t* first_position = nullptr;  ///< [sequences]; null: positions go on from the old length
@@ -80,7 +81,15 @@ struct append_problem {
     if (k.tokens == 0 || view.sequences <= 0) return;
     check_shapes();
     const bool has_scales = !View::encoding_type::scaled || (view.scales.k && view.scales.v);
-    if (!k.data || !v.data || !view.k || !view.v || !view.lengths || !has_scales) {
+    if constexpr (View::is_latent) {
+      const bool alike = v.sequence_stride == k.sequence_stride && v.token_stride == k.token_stride;
+      if (v.data && (v.data != k.data || !alike)) {
+        fail("v of latent rows", "other rows than k", "the same rows as k, or none",
+             "append k alone: its first elements are the value");
+      }
+    }
+    const bool has_values = View::is_latent || (v.data && view.v);
+    if (!k.data || !has_values || !view.k || !view.lengths || !has_scales) {
       fail("memory of the problem", "null", "memory behind k, v, the view, its lengths and its scales",
            "pass the rows, and where they go");
     }

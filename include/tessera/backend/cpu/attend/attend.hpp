@@ -166,7 +166,7 @@ void attend_range(const View& view, index_t sequence, index_t head, const slot_s
                   Memory& memory, partial_rows<View::v_dim> result) {
   auto attend = detail::attend_converted_rows<View, Memory>;
   if constexpr (encoding_by_element<typename View::encoding_type>) {
-    if (few_rows && view.k_strides.dim == 1 && view.v_strides.dim == 1)
+    if (few_rows && view.k_strides.dim == 1 && view.value_stride() == 1)
       attend = detail::attend_stored_rows<View, Memory>;
   }
   attend(view, sequence, head, slots, first, last, rule, rows, query_positions, memory, result);

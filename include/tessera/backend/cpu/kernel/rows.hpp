@@ -135,7 +135,7 @@ TESSERA_INLINE void load_key(const View& view, index_t sequence, index_t head, i
 /// to [v_dim] = the value of a slot, decoded.
 template <class View>
 TESSERA_INLINE void load_value(const View& view, index_t sequence, index_t head, index_t slot, float* to) {
-  load_row<View::v_dim>(view.value(sequence, head, slot), view.v_strides.dim, to);
+  load_row<View::v_dim>(view.value(sequence, head, slot), view.value_stride(), to);
   if constexpr (View::encoding_type::scaled) scale_row<View::v_dim>(to, view.value_scale(sequence, head, slot));
 }
 

@@ -63,8 +63,11 @@ void append(const append_problem<View, E>& p) {
         constexpr bool by_given = static_scales<encoding>;
         const float key_scale = encode_row<encoding>(p.k.row(b, t, h), View::k_dim, view.key(b, h, slot),
                                                      view.k_strides.dim, by_given ? view.key_scale(b, h, slot) : 1);
-        const float value_scale = encode_row<encoding>(p.v.row(b, t, h), View::v_dim, view.value(b, h, slot),
-                                                       view.v_strides.dim, by_given ? view.value_scale(b, h, slot) : 1);
+        float value_scale = 1;
+        if constexpr (!View::is_latent) {
+          value_scale = encode_row<encoding>(p.v.row(b, t, h), View::v_dim, view.value(b, h, slot), view.v_strides.dim,
+                                             by_given ? view.value_scale(b, h, slot) : 1);
+        }
         if constexpr (encoding::scaled && !by_given) {
           const offset_t scale = view.scales.index(view.table.locate(b, h, slot), h);
           view.scales.k[scale] = key_scale;
@@ -142,7 +145,10 @@ void pack(const pack_problem<From, To>& p, executor& workers) {
       const index_t i = p.ends ? count - 1 - turn : turn;
       const index_t slot = slots[i], to = p.target_slot(b, count, i);
       copy_row(source.key(b, h, slot), source.k_strides.dim, target.key(b, h, to), target.k_strides.dim, To::k_dim);
-      copy_row(source.value(b, h, slot), source.v_strides.dim, target.value(b, h, to), target.v_strides.dim, To::v_dim);
+      if constexpr (!To::is_latent) {
+        copy_row(source.value(b, h, slot), source.v_strides.dim, target.value(b, h, to), target.v_strides.dim,
+                 To::v_dim);
+      }
       if constexpr (To::encoding_type::scaled && !static_scales<typename To::encoding_type>) {
         const offset_t scale = target.scales.index(target.table.locate(b, h, to), h);
         target.scales.k[scale] = source.key_scale(b, h, slot);

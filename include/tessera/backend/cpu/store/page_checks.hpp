@@ -45,8 +45,8 @@ void require_memory(const View& view, bool keys, bool values) {
     const index_t rows = view.sequences * view.kv_heads;
     while (row < rows && view.length(row / view.kv_heads, row % view.kv_heads) <= 0) ++row;
     if (row == rows) return;
-    require((view.k || !keys) && (view.v || !values), "k or v of the view", "null", "the stored rows",
-            "set where keys and values begin, and their strides");
+    require((view.k || !keys) && (view.v || !values || View::is_latent), "k or v of the view", "null",
+            "the stored rows", "set where keys and values begin, and their strides");
     if constexpr (requires { view.table.blocks; }) {
       require(view.table.blocks != nullptr, "blocks of the view's table", "null", "the pages of each sequence",
               "set `table`");

@@ -21,7 +21,7 @@ void transfer_view(const kv_view<T, D, Table, Dv>& view, Archive& archive) {
   for (index_t h = 0; h < view.kv_heads; ++h) {
     const index_t count = view.length(0, h);
     transfer_rows(count, k_units, [&](index_t i) { return view.key(0, h, i); }, archive);
-    transfer_rows(count, v_units, [&](index_t i) { return view.value(0, h, i); }, archive);
+    if constexpr (v_units > 0) transfer_rows(count, v_units, [&](index_t i) { return view.value(0, h, i); }, archive);
     if constexpr (scaled) {
       const auto scales = [&](float* all) {
         return [&view, h, all](index_t i) { return all + view.scales.index(view.table.locate(0, h, i), h); };

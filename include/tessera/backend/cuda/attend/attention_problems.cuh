@@ -13,7 +13,7 @@ namespace cuda {
 /// `Out` is float, bf16 or fp16.
 template <class View, class Out = float>
 struct decode_problem {
-  static_assert(check_device_rows<View>());
+  static_assert(check_attended_rows<View>());
   using T = typename View::element_type;
   View view;
   rows_view<const T> q;           ///< [sequences, tokens, q_heads, k_dim]
@@ -28,7 +28,7 @@ struct decode_problem {
 /// The input and output of a prompt chunk. Every pointer is a device pointer; lengths are read on the device.
 template <class View, class Out = float>
 struct prefill_problem {
-  static_assert(check_device_rows<View>());
+  static_assert(check_attended_rows<View>());
   using T = typename View::element_type;
   View view;                      ///< includes the chunk itself
   rows_view<const T> q;           ///< [sequences, tokens, q_heads, k_dim]

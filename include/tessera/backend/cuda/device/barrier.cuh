@@ -46,6 +46,19 @@ __device__ __forceinline__ void arrive_expecting(std::uint32_t barrier, std::uin
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 #endif
 }
+/// Whether the phase of this parity has ended.
+__device__ __forceinline__ bool phase_ended(std::uint32_t barrier, std::uint32_t parity) {
+  int ended = 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, done;\n}\n"
+      : "=r"(ended)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+#endif
+  return ended != 0;
+}
 /// Waits until the phase of this parity has ended. What arrived from this block is visible then.
 __device__ __forceinline__ void wait_phase(std::uint32_t barrier, std::uint32_t parity) {
 #if __CUDA_ARCH__ >= 900

@@ -10,6 +10,7 @@
 #include "../../device/tuning.cuh"
 #include "../../device/workspace.cuh"
 #include "../../store/slot_order.cuh"
+#include "../latent/latent_attention.cuh"
 #include "detail/decode_kernel.cuh"
 #include "detail/decode_short.cuh"
 
@@ -175,6 +176,14 @@ class decode_attention {
   detail::decode_clusters<View, Out> clusters_;
   index_t query_blocks_ = 1, blocks_ = 1;
   int threads_ = 0, shared_bytes_ = 0;
+};
+
+/// Latent rows have a kernel of their own.
+template <class View, class Out>
+requires View::is_latent
+class decode_attention<View, Out, decode_split::each_step> : public latent_attention<View, Out> {
+ public:
+  using latent_attention<View, Out>::latent_attention;
 };
 
 }  // namespace cuda

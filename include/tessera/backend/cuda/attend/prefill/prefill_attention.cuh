@@ -9,6 +9,7 @@
 #include "../../device/alignment.cuh"
 #include "../../device/kernel.cuh"
 #include "../../store/slot_order.cuh"
+#include "../latent/latent_attention.cuh"
 #include "detail/prefill_hopper.cuh"
 #include "detail/prefill_kernel.cuh"
 #include "detail/prefill_rows.cuh"
@@ -271,6 +272,26 @@ class prefill_attention {
   }
   index_t sequences_, kv_heads_, q_heads_;
   launch_type launch_;
+};
+
+/// Latent rows have a kernel of their own, for absorbed queries. A chunk has up to 2^20 tokens.
+template <class View, class Out>
+requires View::is_latent class prefill_attention<View, Out> {
+ public:
+  prefill_attention(index_t sequences, index_t kv_heads, index_t q_heads, const device_info& device)
+      : attend_(sequences, kv_heads, q_heads, 1 << 20, device) {}
+
+  std::size_t workspace_bytes() const { return attend_.workspace_bytes(); }
+  /// Errors   as latent_attention's; no workspace.
+  void run(const prefill_problem<View, Out>& p, void* workspace, cudaStream_t stream) const {
+    require(workspace != nullptr, "workspace", "null", "workspace_bytes() bytes", "pass device memory");
+    attend_.prepare(workspace, stream);
+    attend_.run({p.view, p.q, p.first_position, p.rule, p.out, p.lse, {}}, workspace, stream,
+                p.lse.data ? p.q.tokens - p.lse.tokens : 0);
+  }
+
+ private:
+  latent_attention<View, Out> attend_;
 };
 
 }  // namespace cuda

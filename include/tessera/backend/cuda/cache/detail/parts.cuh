@@ -35,6 +35,8 @@ struct cache_parts {
   using view_type = typename store_type::view_type;
   using reading_type = reading<Recipe, Out>;
   using read_view_type = typename reading_type::view_type;
+  static_assert(!latent_encoding<typename layout::encoding_type>,
+                "tessera: the CPU's cache stores latent rows; on the device attention reads an engine's (latent_view)");
   static_assert(layout::k_dim <= largest_head_dim && layout::v_dim <= largest_head_dim,
                 "tessera: the CUDA cache takes head dims up to 256; the CPU cache 512 too");
   static_assert(backend_store<store_type, cudaStream_t>);
