@@ -38,6 +38,7 @@ NEEDED = (
      ("query", "key_cache", "value_cache", "output", "query_start_loc", "seq_lens", "scale", "causal", "alibi_slopes",
       "sliding_window", "block_table", "softcap", "scheduler_metadata", "s_aux", "dynamic_causal", "k_scale", "v_scale",
       "kv_cache_dtype")),
+    ("vllm.config", "VllmConfig.use_v2_model_runner", ()),
     ("vllm.v1.worker.cpu_worker", "CPUWorker.execute_model", ("scheduler_output",)),
     ("vllm.v1.worker.cpu_worker", "CPUWorker.determine_available_memory", ()),
     ("vllm.v1.worker.gpu_input_batch", "InputBatch.req_ids", ()),

@@ -7,13 +7,18 @@ import sys
 from . import plan
 from . import settings as asking
 
-TESSERA_TORCH = pathlib.Path(__file__).resolve().parents[2] / "pytorch"  # its folder beside this one in the repository
+HERE = pathlib.Path(__file__).resolve().parent
+CARRIED = HERE / "carried"                 # in a wheel: tessera_torch with the headers, as this package was made with
+REPOSITORY = HERE.parents[1] / "pytorch"   # its folder beside this one
 
 
 def package():
-    """tessera_torch: as it is installed, else from the repository."""
-    if importlib.util.find_spec("tessera_torch") is None:
-        sys.path.append(str(TESSERA_TORCH))
+    """tessera_torch: what a wheel carries, else as it is installed, else from the repository."""
+    if CARRIED.exists():
+        if str(CARRIED) not in sys.path:
+            sys.path.insert(0, str(CARRIED))
+    elif importlib.util.find_spec("tessera_torch") is None:
+        sys.path.append(str(REPOSITORY))
     import tessera_torch
     import tessera_torch.virtual_pages
     return tessera_torch
@@ -40,10 +45,16 @@ class Model:
         return self.q_heads, self.kv_heads, self.dim
 
     def rope_frequencies(self):
-        """How RoPE turns queries; ValueError where it is not known."""
+        """How RoPE turns queries; ValueError where it is not known, or not one rule for all layers and whole heads."""
         package()
         from tessera_torch.facts import rope
-        return rope.speeds(self.config, self.dim)
+        rope.check_places(self.config)
+        turn, *others = {rope.turn_of(self.config, layer) for layer in range(self.layers)}
+        if others or turn.order_of(self.dim) is not None:
+            raise asking.refused("how RoPE turns queries", "another rule in some layers" if others else
+                                 f"{turn.pairs} of {2 * len(turn.speeds)} of a head's {self.dim} elements",
+                                 "halves of a whole head in every layer", "take a method that does not turn queries back")
+        return turn.speeds_of(self.dim)
 
 
 class Operators:

@@ -41,6 +41,9 @@ def check_engine(vllm_config):
     if vllm_config.speculative_config is not None:
         raise refused("speculative_config", repr(vllm_config.speculative_config.method), "none",
                       "leave speculative decoding out: a draft would be checked against a prompt that is compacted")
+    if vllm_config.use_v2_model_runner:
+        raise refused("the model runner", "V2", "V1", "set VLLM_USE_V2_MODEL_RUNNER=0, and leave out what needs V2: "
+                      "which request a row of a step is of is looked up in the runner V1")
     if vllm_config.kv_transfer_config is not None:
         raise refused("kv_transfer_config", repr(vllm_config.kv_transfer_config.kv_connector), "none",
                       "leave the KV connector out: what it stores would be overwritten")

@@ -125,7 +125,7 @@ def test_parallel_and_speculative_servers_and_connectors_are_refused():
     from tessera_vllm import refusals
     parallel = Names(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1)
     config = Names(parallel_config=parallel, cache_config=Names(cache_dtype="auto"), speculative_config=None,
-                   kv_transfer_config=None)
+                   kv_transfer_config=None, use_v2_model_runner=False)
     refusals.check_engine(config)
     for change, said in (({"parallel_config": Names(tensor_parallel_size=2)}, "tensor_parallel_size is 2; expected 1"),
                          ({"parallel_config": Names(pipeline_parallel_size=2)}, "pipeline_parallel_size is 2"),
@@ -134,6 +134,21 @@ def test_parallel_and_speculative_servers_and_connectors_are_refused():
         with pytest.raises(ValueError) as caught:
             refusals.check_engine(Names(**{**vars(config), **change}))
         assert said in str(caught.value)
+
+
+def test_the_model_runner_v2_is_refused(model, engine, monkeypatch):
+    """vLLM itself refuses it without a Triton for the CPU; here it believes that there is one."""
+    from vllm import LLM
+    from vllm.config import vllm as config
+    options = {"model": model, "block_size": 32, "enforce_eager": True, "max_model_len": 4096, **CLASSES}
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ValueError, match="Model Runner V2 requires Triton"):
+        LLM(**options, additional_config=BUDGET)
+    monkeypatch.setattr(config, "HAS_TRITON", True)
+    with pytest.raises(ValueError, match="tessera: the model runner is V2; expected V1; set VLLM_USE_V2_MODEL_RUNNER=0"):
+        LLM(**options, additional_config=BUDGET)
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    cleanup_dist_env_and_memory()
 
 
 def test_other_models_are_refused():
@@ -150,6 +165,24 @@ def test_other_models_are_refused():
         with pytest.raises(ValueError) as caught:
             refusals.check_model(Names(**{**plain, **change}))
         assert said in str(caught.value)
+
+
+def test_rope_that_a_method_cannot_turn_back_is_refused(model):
+    """By expected_attention, which turns queries back."""
+    import transformers
+    from reference import ReferenceModel
+
+    asked, known = transformers.AutoConfig.from_pretrained(model), object.__new__(ReferenceModel)
+    known.config, known.dim, known.layers = asked, asked.head_dim, asked.num_hidden_layers
+    theta = asked.rope_parameters["rope_theta"]
+    assert known.rope_frequencies() == pytest.approx([theta ** (-2 * i / known.dim) for i in range(known.dim // 2)])
+    asked.rope_parameters["partial_rotary_factor"] = 0.5
+    with pytest.raises(ValueError, match="how RoPE turns queries is halves of 32 of a head's 64 elements; expected"):
+        known.rope_frequencies()
+    del asked.rope_parameters["partial_rotary_factor"]
+    asked.no_rope_layers = [1] * (known.layers - 1) + [0]
+    with pytest.raises(ValueError, match="how RoPE turns queries is another rule in some layers; expected"):
+        known.rope_frequencies()
 
 
 def test_another_vllm_is_refused(monkeypatch):

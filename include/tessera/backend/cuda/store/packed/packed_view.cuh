@@ -96,6 +96,7 @@ struct packed_view {
   using element_type = typename Whole::element_type;
   using whole_type = Whole;
   static constexpr int k_dim = Whole::k_dim, v_dim = Whole::v_dim;
+  static constexpr bool is_latent = false;
 
   const device_segment* segments = nullptr;  ///< [entries, max_segments]
   const index_t* counts = nullptr;           ///< [entries], how many segments an entry has
