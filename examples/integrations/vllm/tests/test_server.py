@@ -128,6 +128,7 @@ def test_parallel_and_speculative_servers_and_connectors_are_refused():
                    kv_transfer_config=None, use_v2_model_runner=False)
     refusals.check_engine(config)
     for change, said in (({"parallel_config": Names(tensor_parallel_size=2)}, "tensor_parallel_size is 2; expected 1"),
+                         ({"use_v2_model_runner": True}, "the model runner is V2; expected V1"),
                          ({"parallel_config": Names(pipeline_parallel_size=2)}, "pipeline_parallel_size is 2"),
                          ({"speculative_config": Names(method="ngram")}, "speculative_config is 'ngram'"),
                          ({"kv_transfer_config": Names(kv_connector="LMCache")}, "kv_transfer_config is 'LMCache'")):
@@ -137,7 +138,7 @@ def test_parallel_and_speculative_servers_and_connectors_are_refused():
 
 
 def test_the_model_runner_v2_is_refused(model, engine, monkeypatch):
-    """vLLM itself refuses it without a Triton for the CPU; here it believes that there is one."""
+    """vLLM itself refuses it without a Triton for the CPU, and then because of the package's logits processor."""
     from vllm import LLM
     from vllm.config import vllm as config
     options = {"model": model, "block_size": 32, "enforce_eager": True, "max_model_len": 4096, **CLASSES}
@@ -145,7 +146,7 @@ def test_the_model_runner_v2_is_refused(model, engine, monkeypatch):
     with pytest.raises(ValueError, match="Model Runner V2 requires Triton"):
         LLM(**options, additional_config=BUDGET)
     monkeypatch.setattr(config, "HAS_TRITON", True)
-    with pytest.raises(ValueError, match="tessera: the model runner is V2; expected V1; set VLLM_USE_V2_MODEL_RUNNER=0"):
+    with pytest.raises(ValueError, match="tessera is not .* not supported by the V2 model runner|the model runner is V2"):
         LLM(**options, additional_config=BUDGET)
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     cleanup_dist_env_and_memory()
