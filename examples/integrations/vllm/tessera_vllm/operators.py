@@ -3,6 +3,7 @@ import functools
 import importlib.util
 import pathlib
 import sys
+import warnings
 
 from . import plan
 from . import settings as asking
@@ -19,8 +20,11 @@ def package():
             sys.path.insert(0, str(CARRIED))
     elif importlib.util.find_spec("tessera_torch") is None:
         sys.path.append(str(REPOSITORY))
-    import tessera_torch
-    import tessera_torch.virtual_pages
+    with warnings.catch_warnings():
+        # Of the version of transformers: nothing is asked of its caches here.
+        warnings.filterwarnings("ignore", message="transformers is ")
+        import tessera_torch
+        import tessera_torch.virtual_pages
     return tessera_torch
 
 
