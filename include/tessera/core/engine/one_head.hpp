@@ -20,8 +20,10 @@ index_t virtual_ids_of_page(const View& view, const page_pool& pool = {}) {
     return s.head == 0 ? 0 : s.outer / s.head;
   };
   const offset_t ids = strides_of(view.k_strides);
-  require(ids == strides_of(view.v_strides), "heads in a page of V", strides_of(view.v_strides),
-          "those of K, " + std::to_string(ids), "lay K and V out alike");
+  if constexpr (!View::is_latent) {
+    require(ids == strides_of(view.v_strides), "heads in a page of V", strides_of(view.v_strides),
+            "those of K, " + std::to_string(ids), "lay K and V out alike");
+  }
   require(ids * (std::max)(1, pool.pages) < offset_t(1) << 31, "virtual page ids", ids * pool.pages, "below 2^31",
           "use [pages, heads, page, dim], which has fewer");
   return index_t(ids);

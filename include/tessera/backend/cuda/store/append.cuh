@@ -217,16 +217,12 @@ __device__ __forceinline__ void begin_append(bool overlaps) {
   let_later_begin();
 }
 
-/// Of a value; latent rows have none of their own.
-template <class View>
-inline constexpr int appended_value_chunks = View::is_latent ? 0 : View::v_dim / append_chunk;
-
 /// A block writes its share of raw rows, chunk by chunk.
 template <class View, class E>
 __global__ void __launch_bounds__(append_threads)
     append_entry(const __grid_constant__ append_problem<View, E> p, bool aligned_from, bool aligned_to, bool overlaps,
                  disorder_word word) {
-  constexpr int k_chunks = View::k_dim / append_chunk, chunks = k_chunks + appended_value_chunks<View>;
+  constexpr int k_chunks = View::k_dim / append_chunk, chunks = k_chunks + View::v_dim / append_chunk;
   begin_append(overlaps);
   const append_share share(p);
   const index_t b = share.sequence;
@@ -401,6 +397,9 @@ __global__ void __launch_bounds__(append_threads) advance_entry(const __grid_con
 ///          a prefill chunk; one more where segments are numbered.
 template <class View, class E>
 class append {
+  static_assert(!View::is_latent,
+                "tessera: on the device an engine writes its latent rows itself; append them on the CPU");
+
  public:
   /// `overlaps`: from sm_90 on the launch begins while the previous one on the stream ends, and the next one may begin
   /// before this one ends.
@@ -427,15 +426,14 @@ class append {
     }
     const index_t groups = p.view.sequences * (p.view.length_strides.head ? kv_heads_ : 1);
     const offset_t rows = offset_t(p.k.tokens) * (p.view.sequences * kv_heads_ / groups);
-    const offset_t work = rows * (View::k_dim / detail::append_chunk + detail::appended_value_chunks<View>);
+    const offset_t work = rows * ((View::k_dim + View::v_dim) / detail::append_chunk);
     // A single block does up to eight rounds of a part: that takes less time than a second launch.
     const offset_t blocks =
         work <= 8 * detail::append_threads
             ? 1
             : std::clamp<offset_t>(work / (4 * detail::append_threads), 2, (std::max)(2, 2048 / groups));
-    const bool from = rows_on_16_bytes(p.k) && (View::is_latent || rows_on_16_bytes(p.v));
-    const bool to = rows_on_16_bytes(p.view.k, p.view.k_strides) &&
-                    (View::is_latent || rows_on_16_bytes(p.view.v, p.view.v_strides));
+    const bool from = rows_on_16_bytes(p.k) && rows_on_16_bytes(p.v);
+    const bool to = rows_on_16_bytes(p.view.k, p.view.k_strides) && rows_on_16_bytes(p.view.v, p.view.v_strides);
     const auto entry = [] {
       if constexpr (View::is_raw)
         return detail::append_entry<View, E>;

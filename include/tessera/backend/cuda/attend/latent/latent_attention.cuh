@@ -20,7 +20,8 @@ namespace cuda {
 /// synchronises, and the host needs no length, so a captured graph can be replayed while lengths grow. `sequences` and
 /// `tokens` are upper bounds. A launch begins while the previous launch on the stream is ending.
 /// Shapes   as decode_problem says: q [sequences, tokens, q_heads, 576] -> out [sequences, tokens, q_heads, 512].
-/// Limits   fp16 and bf16, on compute capability 9.0 alone.
+/// Limits   fp16 and bf16, on compute capability 9.0 alone. Blocks that share a row wait for each other, up to one on
+///          each multiprocessor: launches on two streams of different priorities must not run at the same time.
 /// Errors   another device; more sequences or tokens than the constructor was given; other head counts; rows that do
 ///          not begin on 16 bytes or whose elements are not contiguous: tessera::error before anything is launched.
 /// Cost     2 * (576 + 512) flops for each query row and token, in blocks of 64 query rows; each block reads the latent

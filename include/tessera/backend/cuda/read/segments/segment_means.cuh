@@ -204,6 +204,7 @@ __global__ void __launch_bounds__(segment_sum_threads)
 /// Only launches: recordable.   Cost  a mean key a segment and step; every key once where runs are found anew.
 template <class View, segment_mean_scorer Scorer>
 class segment_means {
+  static_assert(check_device_rows<View>());
   using T = typename View::element_type;
 
  public:

@@ -228,6 +228,7 @@ __global__ void __launch_bounds__(contents_threads)
 ///          anchored scorer.
 template <class View, contents_scorer Scorer>
 class score_contents {
+  static_assert(check_device_rows<View>());
   static constexpr bool keys = stored_rows(Scorer::reads) == stored_rows::keys, anchored = anchored_scorer<Scorer>;
   using chunks = detail::stored_chunks<View, keys>;
 

@@ -327,6 +327,8 @@ __global__ void __launch_bounds__(lagged_threads, lagged_blocks)
 /// Cost     one read of K and of V, and one more of a run's last partition; lag comparisons a token.
 template <class View, lagged_scorer Scorer>
 class score_lagged {
+  static_assert(check_device_rows<View>());
+
  public:
   score_lagged(index_t rows, index_t capacity)
       : rows_(rows), capacity_(capacity), resident_(detail::lagged_blocks * device_info::current().multiprocessors) {

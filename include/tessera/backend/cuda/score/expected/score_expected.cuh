@@ -86,6 +86,7 @@ __global__ void __launch_bounds__(Threads)
 ///          L2; k_dim squared products a token and query head on the tensor cores.
 template <class View, statistical_scorer Scorer>
 class score_expected {
+  static_assert(check_device_rows<View>());
   using T = typename View::element_type;
   static constexpr int D = View::k_dim;
   static_assert(sizeof(T) == 2, "tessera: the tensor-core scoring kernels take fp16 and bf16");

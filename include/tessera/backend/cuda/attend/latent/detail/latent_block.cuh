@@ -32,7 +32,7 @@ struct latent_block {
   using T = typename View::element_type;
   using problem_type = decode_problem<View, Out>;
   static constexpr int D = View::k_dim, Dv = View::v_dim, parts = D / 64;
-  static constexpr int block_rows = 64, tile = 64, stages = 2, group_tokens = 32, group_dims = Dv / 2;
+  static constexpr int block_rows = 64, tile = 64, stages = 2, group_dims = Dv / 2;
   static constexpr int computers = 256, copiers = 128, threads = computers + copiers;
   static constexpr int computer_registers = 232, copier_registers = 40;
   static constexpr int part_bytes = 64 * 128, tile_bytes = parts * part_bytes;
@@ -97,7 +97,7 @@ struct latent_block {
 
   /// The same value, known to the compiler to be that of all lanes: products run on over branches that it decides.
   template <class V>
-  __device__ __forceinline__ static V of_warp(V value) {
+  __device__ __forceinline__ static V warp_uniform(V value) {
     return V(__shfl_sync(~0u, int(value), 0));
   }
 
@@ -127,9 +127,9 @@ struct latent_block {
     pieces = (min)(pieces, (max)(units, 1));
     if (units > 0 && piece < pieces) {
       const even_pieces cut(units, pieces);
-      begin = of_warp(cut.begin(piece)), end = of_warp(cut.begin(piece + 1));
-      first_row = of_warp(row_of_unit(ends, rows, begin));
-      first_row_begin = of_warp(first_row > 0 ? ends[first_row - 1] : 0);
+      begin = warp_uniform(cut.begin(piece)), end = warp_uniform(cut.begin(piece + 1));
+      first_row = warp_uniform(row_of_unit(ends, rows, begin));
+      first_row_begin = warp_uniform(first_row > 0 ? ends[first_row - 1] : 0);
     }
     __syncthreads();  // the ring is free
   }
@@ -139,7 +139,7 @@ struct latent_block {
     index_t row = first_row, row_begin = first_row_begin, at = begin;
     while (at < end) {
       segment s;
-      s.tiles = of_warp(tiles_of(row));
+      s.tiles = warp_uniform(tiles_of(row));
       s.row = row, s.row_begin = row_begin, s.row_end = row_begin + s.tiles;
       const index_t stop = (min)(end, s.row_end);
       if (stop > at) {

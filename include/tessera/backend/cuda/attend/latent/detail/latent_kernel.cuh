@@ -24,7 +24,8 @@ struct latent_kernel : latent_block<View, Out> {
   using base::first_query, base::group, base::memory, base::p, base::piece, base::pieces, base::query_block,
       base::scratch;
   using base::hides, base::leave, base::masked, base::stages, base::tile, base::units, base::used, base::weights;
-  using base::of_warp, base::position_of, base::queries, base::shared, base::stage_at, base::swizzled, base::tiles_of;
+  using base::warp_uniform, base::position_of, base::queries, base::shared, base::stage_at, base::swizzled,
+      base::tiles_of;
   using base::weights_at, base::tile_bytes;
   using typename base::segment, typename base::T;
 
@@ -40,12 +41,7 @@ struct latent_kernel : latent_block<View, Out> {
         : "=r"(all)
         : "r"(int(value)), "r"(group_barrier + half), "n"(computers / 2)
         : "memory");
-    return of_warp(all != 0);
-  }
-  template <int Count>
-  __device__ __forceinline__ static void settle(float (&d)[Count][4]) {
-#pragma unroll
-    for (int i = 0; i < Count * 4; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
+    return warp_uniform(all != 0);
   }
   /// An operand whose groups of eight rows lie 1024 bytes apart; of transposed ones, 64 elements `apart` bytes.
   __device__ static std::uint64_t operand(std::uint32_t address, int apart = 16) {
@@ -226,12 +222,12 @@ struct latent_kernel : latent_block<View, Out> {
     wait_products<0>();
     settle_outputs(state);
   }
-  __device__ int sight_of(int stage) const { return of_warp(shared.sight[stage][0] | shared.sight[stage][1]); }
+  __device__ int sight_of(int stage) const { return warp_uniform(shared.sight[stage][0] | shared.sight[stage][1]); }
 
   /// The groups take turns: one multiplies the queries with the keys of a tile while the other makes weights of the
   /// previous tile's logits. Each then multiplies the weights of both with its half of the values.
   __device__ void attend(const segment& s, index_t& used_stages, index_t& used_queries, float scale) {
-    const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, half = of_warp(warp / 4);
+    const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, half = warp_uniform(warp / 4);
     const int first_of_warp = warp % 4 * 16;
     running state;
     weight_rows own, other;
