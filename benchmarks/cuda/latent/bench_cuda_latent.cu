@@ -68,6 +68,11 @@ prepared latent_decode(const latent_shape& s) {
 }
 
 const int registered = [] {
+  // Only compute capability 9.0 has the kernel.
+  int major = 0;
+  const cudaError_t asked = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
+  if (asked != cudaSuccess) cudaGetLastError();
+  if (asked != cudaSuccess || major != 9) return 0;
   for (const index_t heads : {16, 128}) {
     const std::string name = "latent/H" + std::to_string(heads);
     add(name + "/B1/32K", [=] { return latent_decode({heads, 1, 32768}); });
